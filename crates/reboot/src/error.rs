@@ -11,8 +11,9 @@ use rekindle_qemu::vmm::VmmError;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::network::NetworkError;
 use serde::Serialize;
+use std::error::Error;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A reason not to replace a QEMU: a sentence that names the problem and its remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -97,6 +98,12 @@ impl From<RestoreError> for RebootError {
 }
 
 impl RebootError {
+    /// Returns a function that adds the path of a file to an I/O error.
+    pub(crate) fn file(path: &Path) -> impl Fn(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::File { path: path.clone(), source }
+    }
+
     /// Returns whether a recovery that failed for this reason must be repeated.
     #[must_use]
     pub fn needs_recovery(&self) -> bool {
@@ -112,6 +119,20 @@ impl RebootError {
 
 fn bulleted(problems: &[Problem]) -> String {
     problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
+}
+
+/// Formats an error and all its causes in one line. Leaves out a cause that the error's own text ends with.
+pub(crate) fn with_causes(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let cause_text = error.to_string();
+        if !text.ends_with(&cause_text) {
+            text += &format!(": {cause_text}");
+        }
+        cause = error.source();
+    }
+    text
 }
 
 /// A failed reboot, and the state of the guest after it.
@@ -136,5 +157,13 @@ pub struct Failure {
 impl Failure {
     pub(crate) fn new(guest: GuestStatus, error: RebootError) -> Self {
         Self { guest, error: Box::new(error) }
+    }
+
+    pub(crate) fn unchanged(error: impl Into<RebootError>) -> Self {
+        Self::new(GuestStatus::Unchanged, error.into())
+    }
+
+    pub(crate) fn needs_recovery(error: impl Into<RebootError>) -> Self {
+        Self::new(GuestStatus::NeedsRecovery, error.into())
     }
 }

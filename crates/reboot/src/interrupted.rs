@@ -17,7 +17,6 @@ use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs;
-use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -91,7 +90,7 @@ impl Default for SilentQemuPolicy {
 ///
 /// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
 pub(crate) fn require_answers(
-    held: &LockedVm,
+    locked_vm: &LockedVm,
     operation: &Operation,
     policy: SilentQemuPolicy,
 ) -> Result<(), RebootError> {
@@ -100,33 +99,37 @@ pub(crate) fn require_answers(
     if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
         return Ok(());
     }
-    let name = held.rundir.name();
+    let name = locked_vm.rundir.name();
     if operation.step >= Step::Resume
-        && let Some(destination_qemu) = destination(held, operation)?
+        && let Some(destination_qemu) = live_destination(locked_vm, operation)?
         && wait_for_answer(name, &destination_qemu, policy)?
     {
         // The destination runs the guest; the source does not matter.
         return Ok(());
     }
-    if let Some(source_qemu) = operation.from.as_ref().or(held.state.vmm.as_ref()) {
+    if let Some(source_qemu) = operation.from.as_ref().or(locked_vm.state.vmm.as_ref()) {
         wait_for_answer(name, source_qemu, policy)?;
     }
     Ok(())
 }
 
 /// Returns the live QEMU that the operation started, also if the journal does not name it yet.
-fn destination(held: &LockedVm, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
+fn live_destination(locked_vm: &LockedVm, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
     match operation.to.clone().filter(Vmm::is_alive) {
         Some(recorded) => Ok(Some(recorded)),
-        None => of_generation(&held.rundir, &held.state, operation.generation),
+        None => live_qemu_of_generation(&locked_vm.rundir, &locked_vm.state, operation.generation),
     }
 }
 
 /// Returns the live QEMU of a generation of the VM.
-pub(crate) fn of_generation(rundir: &RunDir, state: &State, generation: u32) -> Result<Option<Vmm>, RebootError> {
+pub(crate) fn live_qemu_of_generation(
+    rundir: &RunDir,
+    state: &State,
+    generation: u32,
+) -> Result<Option<Vmm>, RebootError> {
     let directory = rundir.vmm(generation);
-    let failed = |source| RebootError::File { path: directory.0.clone(), source };
-    let Some(process) = processes_of(&directory).map_err(failed)?.into_iter().find(|process| process.is_alive()) else {
+    let processes = processes_of(&directory).map_err(RebootError::file(&directory.0))?;
+    let Some(process) = processes.into_iter().find(|process| process.is_alive()) else {
         return Ok(None);
     };
     // Prefer the recorded binary: the program of the process may be a dynamic loader.
@@ -140,26 +143,26 @@ pub(crate) fn of_generation(rundir: &RunDir, state: &State, generation: u32) -> 
 /// # Errors
 /// [`HandoverError::Silent`]: nothing was changed.
 pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
-    let watched = |source: io::Error| RebootError::File { path: vmm.directory.clone(), source };
+    let failed = RebootError::file(&vmm.directory);
     let answers = |qmp: &mut Qmp| run_state(qmp).is_ok();
     let deadline = Instant::now() + policy.wait;
-    let mut reported = false;
+    let mut is_wait_logged = false;
     loop {
-        if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
+        if vmm.process().wait_end(Duration::ZERO).map_err(&failed)? {
             return Ok(false);
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let turn = left.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        let timeout = remaining_time.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
         // QEMU serves one client per socket, and another client may occupy one of the two sockets.
-        if vmm.connect(turn).is_ok_and(|mut qmp| answers(&mut qmp))
-            || vmm.connect_watcher(turn).is_ok_and(|mut qmp| answers(&mut qmp))
+        if vmm.connect(timeout).is_ok_and(|mut qmp| answers(&mut qmp))
+            || vmm.connect_watcher(timeout).is_ok_and(|mut qmp| answers(&mut qmp))
         {
             return Ok(true);
         }
-        if left.is_zero() {
+        if remaining_time.is_zero() {
             break;
         }
-        if !std::mem::replace(&mut reported, true) {
+        if !std::mem::replace(&mut is_wait_logged, true) {
             tracing::warn!(
                 "{name}: QEMU (process {}) runs but does not answer; waiting up to {} s",
                 vmm.pid,
@@ -167,26 +170,26 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
             );
         }
     }
-    if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
+    if vmm.process().wait_end(Duration::ZERO).map_err(&failed)? {
         return Ok(false);
     }
     if !policy.force {
         return Err(HandoverError::Silent { name: name.into(), pid: vmm.pid, waited: policy.wait }.into());
     }
     tracing::warn!("{name}: QEMU (process {}) does not answer; killing it (--force)", vmm.pid);
-    vmm.kill().map_err(watched)?;
+    vmm.kill().map_err(&failed)?;
     Ok(false)
 }
 
 /// Returns the hand-over of an interrupted operation, for its recovery. The timeline of a recovery is not recorded.
-pub(crate) fn continue_interrupted(held: &LockedVm, journal: Journal) -> Handover {
-    let recorder = Recorder::new(held.rundir.name(), "recover");
-    Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
+pub(crate) fn continue_interrupted(locked_vm: &LockedVm, journal: Journal) -> Handover {
+    let recorder = Recorder::new(locked_vm.rundir.name(), "recover");
+    Handover { rundir: locked_vm.rundir.clone(), state: locked_vm.state.clone(), journal, recorder }
 }
 
 /// Resumes a guest that an interrupted checkpoint or suspend left stopped.
-pub(crate) fn end_pause(held: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootError> {
-    let mark = held.rundir.paused();
+pub(crate) fn end_pause(locked_vm: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let mark = locked_vm.rundir.paused();
     if !mark.exists() {
         return Ok(Recovered::Nothing);
     }
@@ -196,6 +199,6 @@ pub(crate) fn end_pause(held: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootE
     if run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
     }
-    fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
+    fs::remove_file(&mark).map_err(RebootError::file(&mark))?;
     Ok(Recovered::Unpaused)
 }

@@ -5,6 +5,7 @@
 mod cli;
 mod commands;
 mod output;
+mod progress;
 
 use cli::{Command, Reboot, Store};
 use output::Output;
@@ -16,7 +17,7 @@ fn main() -> ExitCode {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
     let output = Output::new(cli.json);
-    let done = match cli.command {
+    let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&output, arguments),
         Command::Ls => commands::show::list(&output),
         Command::Show(arguments) => commands::show::show(&output, &arguments),
@@ -24,12 +25,12 @@ fn main() -> ExitCode {
         Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
         Command::Attach(arguments) => commands::attach::attach(&output, arguments),
         Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
-        Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot::vmm(&output, &arguments),
-        Command::Reboot(Reboot::Os(arguments)) => commands::reboot::os(&output, &arguments),
+        Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot_vmm::reboot_vmm(&output, &arguments),
+        Command::Reboot(Reboot::Os(arguments)) => commands::reboot_os::reboot_os(&output, &arguments),
         Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(&output, &arguments),
         Command::Host(command) => commands::host::run(&output, &command),
-        Command::Watch(arguments) => commands::reboot::watch(&arguments),
-        Command::Phases(arguments) => commands::reboot::phases(&arguments),
+        Command::Watch(arguments) => commands::helpers::watch(&arguments),
+        Command::Phases(arguments) => commands::helpers::phases(&arguments),
         Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
         Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
         Command::Release(arguments) => commands::protect::release(&output, &arguments),
@@ -52,11 +53,11 @@ fn main() -> ExitCode {
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),
     };
-    match done {
+    match result {
         Ok(status) => status,
         Err(error) => {
             output.error(&error);
-            ExitCode::from(output::status_of(&error))
+            ExitCode::from(output::exit_status_of(&error))
         }
     }
 }

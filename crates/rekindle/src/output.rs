@@ -1,4 +1,4 @@
-//! Output of the commands: text or JSON.
+//! Output of the commands: results as text or JSON, errors with their causes, and the exit status of an error.
 
 use rekindle_handover::GuestStatus;
 use rekindle_protect::moving::MoveError;
@@ -44,9 +44,9 @@ impl Output {
     pub fn error(&self, error: &anyhow::Error) {
         let text = chain(error.as_ref());
         if self.json {
-            let mut value = details(error);
+            let mut value = error_fields(error);
             value.insert("error".into(), text.as_str().into());
-            value.insert("exit_status".into(), status_of(error).into());
+            value.insert("exit_status".into(), exit_status_of(error).into());
             let _ = self.line(&Value::Object(value).to_string());
         }
         let (red, plain) = if io::stderr().is_terminal() { ("\x1b[31m", "\x1b[0m") } else { ("", "") };
@@ -59,10 +59,10 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        let more = error.to_string();
+        let cause_text = error.to_string();
         // A transparent error repeats the text of its cause.
-        if !text.ends_with(&more) {
-            text += &format!("\n  because: {more}");
+        if !text.ends_with(&cause_text) {
+            text += &format!("\n  because: {cause_text}");
         }
         cause = error.source();
     }
@@ -70,30 +70,31 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// Returns the machine-readable fields of an error: its `kind`, and the values that belong to it.
-fn details(error: &anyhow::Error) -> Map<String, Value> {
-    let protect = match error.downcast_ref::<MoveError>() {
+fn error_fields(error: &anyhow::Error) -> Map<String, Value> {
+    let move_error = error.downcast_ref::<MoveError>();
+    let protect_error = match move_error {
         Some(MoveError::Protect(e)) => Some(e),
         _ => error.downcast_ref::<ProtectError>(),
     };
-    let store = match (protect, error.downcast_ref::<MoveError>()) {
-        (Some(ProtectError::StoreGone(gone)), _) => {
-            let StoreGone { name, store, since, .. } = gone;
-            let kind = "store-gone";
-            return object(json!({"kind": kind, "vm": name, "store": store, "since": since, "remedy": gone.remedy()}));
+    if let Some(ProtectError::StoreGone(gone)) = protect_error {
+        let StoreGone { name, store, since, .. } = gone;
+        let kind = "store-gone";
+        return object(json!({"kind": kind, "vm": name, "store": store, "since": since, "remedy": gone.remedy()}));
+    }
+    let store_error = match (protect_error, move_error, error.downcast_ref::<RestoreError>()) {
+        (Some(ProtectError::Store(e)), ..) | (_, Some(MoveError::Store(e)), _) | (.., Some(RestoreError::Store(e))) => {
+            Some(e)
         }
-        (Some(ProtectError::Store(e)), _) | (_, Some(MoveError::Store(e))) => Some(e),
-        _ => error.downcast_ref::<StoreError>().or_else(|| match error.downcast_ref::<RestoreError>() {
-            Some(RestoreError::Store(e)) => Some(e),
-            _ => None,
-        }),
+        _ => error.downcast_ref::<StoreError>(),
     };
-    store.map_or_else(Map::new, |e| match e {
-        StoreError::NotAStore { store } | StoreError::Unused { store } | StoreError::NotADirectory { store } => {
-            object(json!({"kind": e.kind(), "store": store}))
-        }
-        StoreError::Exists { store, vm } => object(json!({"kind": e.kind(), "store": store, "vm": vm})),
-        _ => object(json!({"kind": e.kind()})),
-    })
+    match store_error {
+        None => Map::new(),
+        Some(
+            e @ (StoreError::NotAStore { store } | StoreError::Unused { store } | StoreError::NotADirectory { store }),
+        ) => object(json!({"kind": e.kind(), "store": store})),
+        Some(e @ StoreError::Exists { store, vm }) => object(json!({"kind": e.kind(), "store": store, "vm": vm})),
+        Some(e) => object(json!({"kind": e.kind()})),
+    }
 }
 
 fn object(value: Value) -> Map<String, Value> {
@@ -104,24 +105,26 @@ fn object(value: Value) -> Map<String, Value> {
 }
 
 /// Returns the exit status for an error.
-pub fn status_of(error: &anyhow::Error) -> u8 {
-    let moved = match error.downcast_ref::<RebootError>() {
+pub fn exit_status_of(error: &anyhow::Error) -> u8 {
+    let reboot_error = error.downcast_ref::<RebootError>();
+    let move_error = match reboot_error {
         Some(RebootError::Move(e)) => Some(e),
         _ => error.downcast_ref::<MoveError>(),
     };
-    let unrecovered = error.downcast_ref::<RebootError>().is_some_and(RebootError::needs_recovery)
+    let needs_recovery = reboot_error.is_some_and(RebootError::needs_recovery)
+        || move_error.is_some_and(MoveError::needs_recovery)
         || matches!(error.downcast_ref::<RestoreError>(), Some(RestoreError::MayRun { .. }));
     match error.downcast_ref::<Failure>() {
-        Some(failure) => status_left(failure.guest),
-        None if unrecovered || moved.is_some_and(MoveError::needs_recovery) => 3,
+        Some(failure) => exit_status_for(failure.guest),
+        None if needs_recovery => 3,
         None if error.downcast_ref::<Usage>().is_some() => 2,
         None => 1,
     }
 }
 
 /// Returns the exit status for the state in which a failed reboot left the guest.
-pub fn status_left(left: GuestStatus) -> u8 {
-    match left {
+pub fn exit_status_for(guest: GuestStatus) -> u8 {
+    match guest {
         GuestStatus::Unchanged => 1,
         GuestStatus::NeedsRecovery => 3,
     }

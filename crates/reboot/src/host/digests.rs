@@ -28,22 +28,27 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// At most this many bytes may remain to be digested while the guest is stopped: about 10 ms of work.
-const MAX_REMAINING: u64 = 16 << 20;
-/// How many rounds may be used to reach [`MAX_REMAINING`].
+const MAX_REMAINING_BYTES: u64 = 16 << 20;
+/// How many rounds may be used to reach [`MAX_REMAINING_BYTES`].
 const MAX_ROUNDS: usize = 4;
 
 /// Digests of a running guest's pages, and a record of the pages that the guest has written since.
 pub(super) struct EarlyDigests {
-    record: WriteTracker,
-    path: PathBuf,
+    tracker: WriteTracker,
+    /// The guest's RAM file.
+    ram: PathBuf,
+    /// The digest of each page.
     pages: Vec<u64>,
 }
 
-/// A record of the pages that were written since the last collection.
+/// Tracks the pages that are written from one collection to the next.
 enum WriteTracker {
     SoftDirty(SoftDirty),
-    /// The index is that of the main RAM among the tracked blocks.
-    Protected(Box<Asynchronous>, usize),
+    /// Tracks all RAM blocks by write protection, of which only one is needed.
+    Protected {
+        tracker: Box<Asynchronous>,
+        main_ram_index: usize,
+    },
 }
 
 /// Changed ranges of RAM, in bytes from its start.
@@ -57,7 +62,9 @@ impl EarlyDigests {
     /// Digests the RAM of a running guest, which is stopped a few times for milliseconds each. The caller holds the
     /// guest's run state.
     ///
-    /// Returns `None` if writes to this guest's RAM cannot be tracked. The guest is then unchanged.
+    /// `paused_mark`: as for [`with_guest_stopped`]. Returns `None` if writes to this guest's RAM cannot be tracked.
+    /// The
+    /// guest is then unchanged.
     ///
     /// # Errors
     /// [`RebootError`] if the guest cannot be stopped or resumed, or if its RAM file cannot be read.
@@ -65,39 +72,38 @@ impl EarlyDigests {
         vmm: &Vmm,
         qmp: &mut Qmp,
         hardware: &Hardware,
-        mark: Option<&Path>,
+        paused_mark: Option<&Path>,
     ) -> Result<Option<Self>, RebootError> {
         // A page can have one write record only, and an existing one belongs to a protector.
-        let protected = leftovers(vmm.process()).is_ok_and(|found| !found.is_empty());
-        if protected || hardware.disks.iter().any(|disk| disk.server) {
+        let is_protected = leftovers(vmm.process()).is_ok_and(|leftovers| !leftovers.is_empty());
+        if is_protected || hardware.disks.iter().any(|disk| disk.server) {
             return Ok(None);
         }
-        let path = &hardware.ram.path;
-        let digested = |e| RebootError::File { path: path.clone(), source: e };
-        let record = match with_guest_stopped(vmm, qmp, mark, |qmp| WriteTracker::begin(vmm, qmp, path))? {
-            Ok(record) => record,
+        let ram = &hardware.ram.path;
+        let tracker = match with_guest_stopped(vmm, qmp, paused_mark, |qmp| WriteTracker::begin(vmm, qmp, ram))? {
+            Ok(tracker) => tracker,
             Err(why) => {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
                 return Ok(None);
             }
         };
-        let mut early = Self { record, path: path.clone(), pages: Vec::new() };
-        match digest::file_pages(path) {
+        let mut early = Self { tracker, ram: ram.clone(), pages: Vec::new() };
+        match digest::file_pages(ram) {
             Ok(pages) => early.pages = pages,
             Err(e) => {
                 early.discard();
-                return Err(digested(e));
+                return Err(RebootError::file(ram)(e));
             }
         }
         for _ in 0..MAX_ROUNDS {
-            let round = with_guest_stopped(vmm, qmp, mark, |qmp| early.record.collect(qmp))?;
-            let bytes = round.as_ref().map_or(0, |changed| changed.written.bytes());
-            if let Err(why) = round.and_then(|changed| early.update(&changed)) {
+            let collected = with_guest_stopped(vmm, qmp, paused_mark, |qmp| early.tracker.collect(qmp))?;
+            let written_bytes = collected.as_ref().map_or(0, |changed| changed.written.bytes());
+            if let Err(why) = collected.and_then(|changed| early.update(&changed)) {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
                 early.discard();
                 return Ok(None);
             }
-            if bytes <= MAX_REMAINING {
+            if written_bytes <= MAX_REMAINING_BYTES {
                 break;
             }
         }
@@ -106,37 +112,37 @@ impl EarlyDigests {
 
     /// Returns the current digests. The guest must be stopped.
     pub(super) fn finish(mut self, qmp: &mut Qmp) -> Result<Vec<u64>, String> {
-        let taken = self.record.collect(qmp).and_then(|changed| self.update(&changed));
-        let pages = std::mem::take(&mut self.pages);
-        self.record.end(&self.path);
-        taken.map(|()| pages)
+        let updated = self.tracker.collect(qmp).and_then(|changed| self.update(&changed));
+        self.tracker.end(&self.ram);
+        updated.map(|()| self.pages)
     }
 
     fn update(&mut self, changed: &ChangedPages) -> Result<(), String> {
         digest::zero_pages(&mut self.pages, &changed.zero);
-        digest::update_file_pages(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
+        digest::update_file_pages(&self.ram, &mut self.pages, &changed.written).map_err(|e| e.to_string())
     }
 
     /// Ends tracking and leaves no trace in QEMU, in which the guest resumes.
     pub(super) fn discard(self) {
-        self.record.end(&self.path);
+        self.tracker.end(&self.ram);
     }
 }
 
 impl WriteTracker {
-    fn begin(vmm: &Vmm, qmp: &mut Qmp, path: &Path) -> Result<Self, String> {
-        let text = |e: &dyn std::error::Error| e.to_string();
-        let ram = Arc::new(GuestRam::of(qmp, vmm.process()).map_err(|e| text(&e))?);
-        let direct = is_direct(path).map_err(|e| text(&e))?;
-        if direct {
-            let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
-            return Ok(Self::SoftDirty(SoftDirty::attach(&ram, MAIN_RAM, &mut stopped).map_err(|e| text(&e))?));
+    /// Starts to track writes. `ram`: the guest's RAM file. The guest must be stopped.
+    fn begin(vmm: &Vmm, qmp: &mut Qmp, ram: &Path) -> Result<Self, String> {
+        let blocks = Arc::new(GuestRam::of(qmp, vmm.process()).map_err(|e| e.to_string())?);
+        if is_direct(ram).map_err(|e| e.to_string())? {
+            let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
+            let tracker = SoftDirty::attach(&blocks, MAIN_RAM, &mut stopped).map_err(|e| e.to_string())?;
+            return Ok(Self::SoftDirty(tracker));
         }
-        let index = ram.blocks().iter().position(|block| block.info.id == MAIN_RAM).ok_or("it has no main RAM")?;
-        let injector = Injector::new(vmm.process()).map_err(|e| text(&e))?;
-        let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
-        let tracker = Asynchronous::attach(injector, ram, &mut stopped, None).map_err(|e| text(&e))?;
-        Ok(Self::Protected(Box::new(tracker), index))
+        let main_ram_index =
+            blocks.blocks().iter().position(|block| block.info.id == MAIN_RAM).ok_or("it has no main RAM")?;
+        let injector = Injector::new(vmm.process()).map_err(|e| e.to_string())?;
+        let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
+        let tracker = Asynchronous::attach(injector, blocks, &mut stopped, None).map_err(|e| e.to_string())?;
+        Ok(Self::Protected { tracker: Box::new(tracker), main_ram_index })
     }
 
     /// Returns the pages that were written since the last call. The guest must be stopped.
@@ -147,38 +153,37 @@ impl WriteTracker {
                 let written = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
                 Ok(ChangedPages { written, zero: PageRuns::new() })
             }
-            Self::Protected(tracker, index) => {
+            Self::Protected { tracker, main_ram_index } => {
                 let dirty = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-                let of_ram = |runs: &Vec<PageRuns>| runs.get(*index).cloned().unwrap_or_default();
-                Ok(ChangedPages { written: of_ram(&dirty.written), zero: of_ram(&dirty.zero) })
+                let of_main_ram = |runs: &[PageRuns]| runs.get(*main_ram_index).cloned().unwrap_or_default();
+                Ok(ChangedPages { written: of_main_ram(&dirty.written), zero: of_main_ram(&dirty.zero) })
             }
         }
     }
 
-    fn end(self, path: &Path) {
-        if let Self::Protected(tracker, _) = self
+    fn end(self, ram: &Path) {
+        if let Self::Protected { tracker, .. } = self
             && let Err(e) = tracker.detach()
         {
-            tracing::warn!("{}: cannot end write tracking in QEMU: {e}", path.display());
+            tracing::warn!("{}: cannot end write tracking in QEMU: {e}", ram.display());
         }
     }
 }
 
-/// Runs `work` with the guest stopped. If the guest was running, the file `mark` exists during `work`, so that
-/// `recover` resumes the guest if this process dies. `mark`: `None` for a guest that is stopped already.
+/// Runs `work` with the guest stopped. If the guest was running, the file `paused_mark` exists during `work`, so that
+/// `recover` resumes the guest if this process dies. `paused_mark`: `None` for a guest that is stopped already.
 fn with_guest_stopped<T>(
     vmm: &Vmm,
     qmp: &mut Qmp,
-    mark: Option<&Path>,
+    paused_mark: Option<&Path>,
     work: impl FnOnce(&mut Qmp) -> T,
 ) -> Result<T, RebootError> {
-    let Some(mark) = mark else { return Ok(work(qmp)) };
-    let failed = |source| RebootError::File { path: mark.to_owned(), source };
-    fs::write(mark, []).map_err(failed)?;
+    let Some(paused_mark) = paused_mark else { return Ok(work(qmp)) };
+    fs::write(paused_mark, []).map_err(RebootError::file(paused_mark))?;
     guest::stop(qmp)?;
     fault::point("host.suspend.ahead", Some(vmm), None);
-    let done = work(qmp);
+    let result = work(qmp);
     guest::resume(qmp)?;
-    fs::remove_file(mark).map_err(failed)?;
-    Ok(done)
+    fs::remove_file(paused_mark).map_err(RebootError::file(paused_mark))?;
+    Ok(result)
 }

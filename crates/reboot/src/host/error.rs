@@ -2,18 +2,32 @@
 
 use crate::error::{Problem, RebootError};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+/// A VM that prevents a reboot of the host, with all reasons.
+#[derive(Debug)]
+pub struct PreventingVm {
+    pub name: String,
+    pub problems: Vec<Problem>,
+}
+
+/// A VM for which a step of a suspend has failed.
+#[derive(Debug)]
+pub struct FailedVm {
+    pub name: String,
+    pub error: RebootError,
+}
 
 /// An error of rebooting the host, or of suspending or resuming its guests. Unless a variant states otherwise, all
 /// guests run as before.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     /// The preflight found problems. Nothing was stopped.
-    #[error("host not rebooted, nothing was stopped; these VMs prevent it:\n{}", by_vm(.0))]
-    Preflight(Vec<(String, Vec<Problem>)>),
+    #[error("host not rebooted, nothing was stopped; these VMs prevent it:\n{}", list_problems(.0))]
+    Preflight(Vec<PreventingVm>),
     /// Guests could not be suspended; all continue to run.
-    #[error("no guest was suspended, and all guests still run; these could not be suspended:\n{}", failures(.0))]
-    Suspend(Vec<(String, RebootError)>),
+    #[error("no guest was suspended, and all guests still run; these could not be suspended:\n{}", list_failures(.0))]
+    Suspend(Vec<FailedVm>),
     /// Guests of an earlier suspend are still suspended.
     #[error(
         "these guests are still suspended: {}; resume them (rekindle host resume), or discard them (rekindle stop \
@@ -29,8 +43,8 @@ pub enum HostError {
         source: io::Error,
     },
     /// All guests are suspended, but not all of their QEMUs have ended.
-    #[error("all guests are suspended, but not all of their QEMUs have ended:\n{}", failures(.0))]
-    Ending(Vec<(String, RebootError)>),
+    #[error("all guests are suspended, but not all of their QEMUs have ended:\n{}", list_failures(.0))]
+    Ending(Vec<FailedVm>),
     /// No kernel to boot was found.
     #[error("{0}")]
     Kernel(String),
@@ -54,24 +68,42 @@ pub enum HostError {
     Setup(String),
 }
 
-fn by_vm(all: &[(String, Vec<Problem>)]) -> String {
-    let lines =
-        all.iter().flat_map(|(name, problems)| problems.iter().map(move |problem| format!("  - {name}: {problem}")));
-    lines.collect::<Vec<_>>().join("\n")
+impl HostError {
+    /// Returns a function that adds the path of a file to an I/O error.
+    pub(super) fn file(path: &Path) -> impl Fn(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::File { path: path.clone(), source }
+    }
+
+    /// Returns a function that adds the path of a file of the record of suspended guests to an I/O error.
+    pub(super) fn record(path: &Path) -> impl Fn(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::Record { path: path.clone(), source }
+    }
 }
 
-fn failures(all: &[(String, RebootError)]) -> String {
-    let lines = all.iter().map(|(name, error)| {
+fn list_problems(vms: &[PreventingVm]) -> String {
+    let mut lines = Vec::new();
+    for PreventingVm { name, problems } in vms {
+        lines.extend(problems.iter().map(|problem| format!("  - {name}: {problem}")));
+    }
+    lines.join("\n")
+}
+
+/// Formats a line for each VM's error, and a line for each cause of it.
+fn list_failures(vms: &[FailedVm]) -> String {
+    let mut lines = Vec::new();
+    for FailedVm { name, error } in vms {
         let mut text = format!("  - {name}: {error}");
         let mut cause = std::error::Error::source(error);
         while let Some(error) = cause {
-            let more = error.to_string();
-            if !text.ends_with(&more) {
-                text += &format!("\n    because: {more}");
+            let cause_text = error.to_string();
+            if !text.ends_with(&cause_text) {
+                text += &format!("\n    because: {cause_text}");
             }
             cause = error.source();
         }
-        text
-    });
-    lines.collect::<Vec<_>>().join("\n")
+        lines.push(text);
+    }
+    lines.join("\n")
 }

@@ -12,22 +12,22 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Returns the paths of a running QEMU's program and libraries.
-pub(super) fn mapped(vmm: &Vmm) -> Vec<PathBuf> {
-    let maps = maps::of(vmm.process()).unwrap_or_else(|e| {
+pub(super) fn mapped_files(vmm: &Vmm) -> Vec<PathBuf> {
+    let mappings = maps::of(vmm.process()).unwrap_or_else(|e| {
         tracing::debug!("process {}: cannot read its mappings: {e}", vmm.pid);
         Vec::new()
     });
-    let code = maps.iter().filter(|map| !map.shared).map(|map| Path::new(&map.name));
+    let private = mappings.iter().filter(|mapping| !mapping.shared).map(|mapping| Path::new(&mapping.name));
     // A set, because each file is mapped in several pieces.
-    let files: BTreeSet<_> = code.filter(|path| path.is_absolute() && path.is_file()).map(Path::to_owned).collect();
-    files.into_iter().collect()
+    let files: BTreeSet<_> = private.filter(|path| path.is_absolute() && path.is_file()).collect();
+    files.into_iter().map(Path::to_owned).collect()
 }
 
 /// Makes the kernel read the files in the background.
 pub(super) fn read_ahead<'a>(files: impl Iterator<Item = &'a PathBuf>) {
     for path in files.collect::<BTreeSet<_>>() {
-        let asked = File::open(path).and_then(|file| Ok(fadvise(&file, 0, None, Advice::WillNeed)?));
-        if let Err(e) = asked {
+        let requested = File::open(path).and_then(|file| Ok(fadvise(&file, 0, None, Advice::WillNeed)?));
+        if let Err(e) = requested {
             tracing::debug!("{}: {e}", path.display());
         }
     }
@@ -39,7 +39,7 @@ mod tests {
 
     #[test]
     fn a_missing_file_or_a_directory_is_no_error() {
-        let here = std::env::current_exe().unwrap();
-        read_ahead([here, "/nowhere".into(), "/".into()].iter());
+        let program = std::env::current_exe().unwrap();
+        read_ahead([program, "/nowhere".into(), "/".into()].iter());
     }
 }

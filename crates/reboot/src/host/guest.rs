@@ -1,10 +1,15 @@
 //! One guest's part of a suspend: it is prepared, then saved while its QEMU still exists, then ended or resumed.
+//!
+//! ```text
+//! PreparedSuspend ──save──> SavedGuest ──end──> only the saved state is left
+//!        └─cancel               └─undo: the guest runs again
+//! ```
 
 use super::RebootMethod;
 use super::digests::EarlyDigests;
-use super::files::mapped;
+use super::files::mapped_files;
 use super::record::{FileDigest, SuspendedGuest, state_directory, state_files};
-use super::survived::write_pages;
+use super::survived::write_page_digests;
 use crate::error::RebootError;
 use crate::vmm::recover::{recover_cold, recover_handover};
 use crate::vmm::{RUN_STATE_TIMEOUT, ReplaceOptions, Replacement, begin, stop};
@@ -16,7 +21,7 @@ use rekindle_life::shutdown::Ended;
 use rekindle_life::shutdown::shut_down;
 use rekindle_memory::digest;
 use rekindle_memory::directory::RamDirectory;
-use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::binary::Binary;
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
@@ -35,15 +40,29 @@ use std::path::{Path, PathBuf};
 
 /// Upper limit of the bytes written next to a guest's RAM besides digests: the device state, with video memory.
 const MAX_STREAM_BYTES: u64 = 64 << 20;
+/// A digest takes eight bytes for each page of 4 KiB.
+const RAM_BYTES_PER_DIGEST_BYTE: u64 = 4096 / 8;
 
-/// Returns the name and kind of the operation that suspends a guest by this method.
-pub(super) fn operation(how: RebootMethod) -> (String, Kind) {
-    let kind = match how {
+/// Returns the kind of the operation that suspends a guest by this method.
+pub(super) fn suspend_kind(how: RebootMethod) -> Kind {
+    match how {
         RebootMethod::Warm => Kind::HostWarm,
         RebootMethod::Saved => Kind::HostSaved,
         RebootMethod::Cold => Kind::HostCold,
-    };
-    (format!("host suspend --how {how}"), kind)
+    }
+}
+
+/// Runs the preflight of a suspend of VM `name`. Changes nothing.
+pub(super) fn preflight(host: &Host, name: &str, how: RebootMethod) -> Result<Replacement, RebootError> {
+    let operation = format!("host suspend --how {how}");
+    let options = ReplaceOptions::same_qemu(how);
+    let replacement = begin(host, name, &operation, &options, |path| Binary::probe_cached(path, &host.binaries()))?;
+    if how == RebootMethod::Warm {
+        let ram = &replacement.locked_vm.state.hardware.ram;
+        let ram_directory = RamDirectory::at(ram.path.parent().unwrap_or(Path::new("/")))?;
+        ram_directory.check_room(ram.bytes / RAM_BYTES_PER_DIGEST_BYTE + MAX_STREAM_BYTES)?;
+    }
+    Ok(replacement)
 }
 
 /// A running guest whose suspend is prepared as far as possible.
@@ -53,92 +72,81 @@ pub(super) struct PreparedSuspend {
     /// `None` if the guest is to be shut down: QEMU serves one client at a time, and the shutdown connects itself.
     qmp: Option<Qmp>,
     cpu: cpu::Features,
-    early: Option<EarlyDigests>,
+    early_digests: Option<EarlyDigests>,
+    /// Files that the source QEMU has mapped, which the next one will need.
     files: Vec<PathBuf>,
+    /// Reason why the guest is to be shut down although another method was requested.
+    fell_back: Option<String>,
 }
 
-/// Runs the preflight of a suspend of VM `name`. Changes nothing.
-pub(super) fn preflight(
-    host: &Host,
-    name: &str,
-    how: RebootMethod,
-    probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
-) -> Result<Replacement, RebootError> {
-    let options = ReplaceOptions { how, qemu: None, rollback: false, verify_memory: false };
-    let replacement = begin(host, name, &operation(how).0, &options, probe)?;
-    if how == RebootMethod::Warm {
-        let ram = &replacement.held.state.hardware.ram;
-        // Eight bytes of digest for each page of 4 KiB.
-        let state_directory = ram.path.parent().unwrap_or(Path::new("/"));
-        RamDirectory::at(state_directory)?.check_room(ram.bytes / 512 + MAX_STREAM_BYTES)?;
-    }
-    Ok(replacement)
+/// What a suspend keeps of a guest that it has stopped.
+struct GuestRemains {
+    /// `None` if the guest was shut down.
+    saved: Option<SavedState>,
+    /// Digests of the RAM's pages. `None` if the RAM does not stay in place.
+    page_digests: Option<FileDigest>,
+    /// When the guest was stopped: microseconds since 1970.
+    stopped_host_us: u64,
 }
 
 impl PreparedSuspend {
-    pub(super) fn name(&self) -> &str {
-        self.replacement.name()
-    }
-
     /// *On failure:* the guest is unchanged.
-    pub(super) fn new(mut replacement: Replacement) -> Result<Self, RebootError> {
-        let how = replacement.options.how;
-        let hardware = replacement.held.state.hardware.clone();
+    pub(super) fn new(
+        host: &Host,
+        name: &str,
+        how: RebootMethod,
+        fell_back: Option<String>,
+    ) -> Result<Self, RebootError> {
+        let mut replacement = preflight(host, name, how)?;
         let mut qmp = replacement.source_qemu.connect(vmm::START_TIMEOUT)?;
         let cpu = cpu::features(&mut qmp)?;
-        let mut early = None;
-        if how == RebootMethod::Warm {
-            let held = RunStateLock::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-            let mark = replacement.held.rundir.paused();
-            early = EarlyDigests::begin(
-                &replacement.source_qemu,
-                &mut qmp,
-                &hardware,
-                replacement.running.then_some(mark.as_path()),
-            )?;
-            drop(held);
-            replacement.recorder.step("digest memory ahead");
-        }
-        match replacement.begin_handover(operation(how).1) {
+        let early_digests = match how {
+            RebootMethod::Warm => begin_digests(&mut replacement, &mut qmp)?,
+            RebootMethod::Saved | RebootMethod::Cold => None,
+        };
+        match replacement.begin_handover(suspend_kind(how)) {
             Ok(handover) => {
                 handover.pass("host.suspend.journalled");
                 let qmp = (how != RebootMethod::Cold).then_some(qmp);
-                let files = mapped(&replacement.source_qemu);
-                Ok(Self { replacement, handover, qmp, cpu, early, files })
+                let files = mapped_files(&replacement.source_qemu);
+                Ok(Self { replacement, handover, qmp, cpu, early_digests, files, fell_back })
             }
             Err(e) => {
-                discard_digests(early);
+                discard_digests(early_digests);
                 Err(e)
             }
         }
     }
 
-    pub(super) fn rundir_and_state(&self) -> (RunDir, State) {
-        (self.replacement.held.rundir.clone(), self.replacement.held.state.clone())
+    pub(super) fn name(&self) -> &str {
+        self.replacement.name()
     }
 
     pub(super) fn how(&self) -> RebootMethod {
         self.replacement.options.how
     }
 
+    pub(super) fn rundir(&self) -> &RunDir {
+        &self.replacement.locked_vm.rundir
+    }
+
+    pub(super) fn state(&self) -> &State {
+        &self.replacement.locked_vm.state
+    }
+
     /// Stops the guest and saves it; its QEMU stays, with the guest stopped. With method cold, the guest is shut down
     /// instead, and its QEMU has ended.
     ///
     /// *On failure:* the guest is resumed if its QEMU lives.
-    pub(super) fn save(
-        mut self,
-        host: &Host,
-        token: &str,
-        fell_back: Option<String>,
-    ) -> Result<SavedGuest, RebootError> {
-        let result = self.save_state(host);
-        let Self { replacement, mut handover, qmp, cpu, early, files } = self;
+    pub(super) fn save(mut self, host: &Host, token: &str) -> Result<SavedGuest, RebootError> {
+        let result = self.stop_and_save(host);
+        let Self { replacement, mut handover, qmp, cpu, early_digests, files, fell_back } = self;
         // QEMU serves one client at a time, and returning the guest to the source opens another connection.
         drop(qmp);
-        let (saved, pages, stop_us) = match result {
-            Ok(state) => state,
+        let GuestRemains { saved, page_digests, stopped_host_us } = match result {
+            Ok(remains) => remains,
             Err(error) => {
-                discard_digests(early);
+                discard_digests(early_digests);
                 // A guest that was to be shut down and has ended is not lost.
                 let is_shut_down = replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive();
                 return Err(if is_shut_down { error } else { handover.abandon(error).1 });
@@ -147,15 +155,15 @@ impl PreparedSuspend {
         let entry = SuspendedGuest {
             token: token.into(),
             how: replacement.options.how,
-            state: replacement.held.state.clone(),
+            state: replacement.locked_vm.state.clone(),
             running: replacement.running,
             saved,
-            pages,
+            page_digests,
             cpu,
-            disks: disk_times(&replacement.held.state.hardware),
-            stop_us,
+            disk_times: disk_times(&replacement.locked_vm.state.hardware),
+            stop_us: stopped_host_us,
             fell_back,
-            struck: false,
+            resume_started: false,
             steps: Vec::new(),
             files,
         };
@@ -164,95 +172,123 @@ impl PreparedSuspend {
         let step = if entry.how == RebootMethod::Cold { Step::Suspend } else { Step::Saved };
         let advanced = handover.advance(step);
         handover.recorder.step("keep the state");
-        let saved = SavedGuest { replacement, handover, entry };
-        saved.handover.pass("host.suspend.saved");
+        let saved_guest = SavedGuest { replacement, handover, entry };
+        saved_guest.handover.pass("host.suspend.saved");
         match advanced {
-            Ok(()) => Ok(saved),
+            Ok(()) => Ok(saved_guest),
             Err(e) => {
-                saved.undo();
+                saved_guest.undo();
                 Err(e.into())
             }
         }
     }
 
-    /// Saves the guest. Returns its saved state and the digests of its RAM, if there are any, and the time of its stop
-    /// in µs since 1970.
-    fn save_state(&mut self, host: &Host) -> Result<(Option<SavedState>, Option<FileDigest>, u64), RebootError> {
+    fn stop_and_save(&mut self, host: &Host) -> Result<GuestRemains, RebootError> {
         self.replacement.hold_run_state()?;
         self.handover.advance(Step::Suspend)?;
         self.handover.recorder.phase(Phase::Suspend);
-        let state = self.replacement.held.state.clone();
-        let rundir = self.replacement.held.rundir.clone();
-        let source_qemu = self.replacement.source_qemu.clone();
         if self.how() == RebootMethod::Cold {
-            let ended = shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
-            if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
-                disks::end_epochs(&rundir, &state.hardware);
-            }
-            self.handover.recorder.step("shut down");
-            return Ok((None, None, host_us()));
+            return self.shut_down_guest();
         }
         // Dropped at the end of this function, because returning the guest to the source opens another connection.
-        let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START_TIMEOUT), Ok)?;
-        if self.how() == RebootMethod::Saved {
-            let stopped_host_us = self.stop(&mut qmp)?;
-            let saved = save_with_ram(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
-            self.handover.recorder.step("save to disk");
-            return Ok((Some(saved), None, stopped_host_us));
+        let mut qmp = match self.qmp.take() {
+            Some(qmp) => qmp,
+            None => self.replacement.source_qemu.connect(vmm::START_TIMEOUT)?,
+        };
+        match self.how() {
+            RebootMethod::Saved => self.save_to_disk(host, &mut qmp),
+            RebootMethod::Warm | RebootMethod::Cold => self.save_in_place(&mut qmp),
         }
-        let [stream, pages] = state_files(&state_directory(&state), &rundir);
-        let blocks = ramblock::list(&mut qmp)?;
-        let mut stream = StreamWriter::create(stream)?;
+    }
+
+    fn shut_down_guest(&mut self) -> Result<GuestRemains, RebootError> {
+        let state = self.state();
+        let ended = shut_down(&self.replacement.source_qemu, state.definition.shutdown_timeout.as_duration())?;
+        if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
+            disks::end_epochs(self.rundir(), &state.hardware);
+        }
+        self.handover.recorder.step("shut down");
+        Ok(GuestRemains { saved: None, page_digests: None, stopped_host_us: host_us() })
+    }
+
+    /// Saves the whole guest to disk, including its RAM.
+    fn save_to_disk(&mut self, host: &Host, qmp: &mut Qmp) -> Result<GuestRemains, RebootError> {
+        let stopped_host_us = self.stop_guest(qmp)?;
+        let path = saved_path(host, self.rundir(), &self.state().definition);
+        let saved = save_with_ram(qmp, &path)?;
+        self.handover.recorder.step("save to disk");
+        Ok(GuestRemains { saved: Some(saved), page_digests: None, stopped_host_us })
+    }
+
+    /// Saves the device state next to the RAM, which stays in place, and digests of the RAM's pages.
+    fn save_in_place(&mut self, qmp: &mut Qmp) -> Result<GuestRemains, RebootError> {
+        let [stream_path, digest_path] = state_files(&state_directory(self.state()), self.rundir());
+        let ram_path = self.state().hardware.ram.path.clone();
+        let blocks = ramblock::list(qmp)?;
+        let mut stream = StreamWriter::create(stream_path)?;
         let mut sink = StateSink { feed: None, file: &mut stream };
-        let mut source_state = SourceState::prepare(&source_qemu, &mut qmp, blocks, &mut sink)?;
-        let stopped_host_us = self.stop(&mut qmp)?;
-        source_state.begin(&mut qmp)?;
+        let mut source_state = SourceState::prepare(&self.replacement.source_qemu, qmp, blocks, &mut sink)?;
+        let stopped_host_us = self.stop_guest(qmp)?;
+        source_state.begin(qmp)?;
         source_state.send_blocks(&mut sink)?;
-        stream.write(&source_state.send_devices(&mut qmp, None)?.bytes)?;
+        stream.write(&source_state.send_devices(qmp, None)?.bytes)?;
         let saved = stream.finish()?;
         self.handover.recorder.step("save devices");
-        let digests = self.digests(&mut qmp, &state.hardware.ram.path)?;
-        let digest_file = write_pages(&pages, &digests).map_err(|source| RebootError::File { path: pages, source })?;
+        let digests = self.finish_digests(qmp, &ram_path)?;
+        let digest_file = write_page_digests(&digest_path, &digests).map_err(RebootError::file(&digest_path))?;
         self.handover.recorder.step("digest memory");
-        Ok((Some(saved), Some(digest_file), stopped_host_us))
+        Ok(GuestRemains { saved: Some(saved), page_digests: Some(digest_file), stopped_host_us })
     }
 
     /// Stops the guest and syncs its disk images, which must never be older than its memory. Returns the time of the
     /// stop, in µs since 1970.
-    fn stop(&mut self, qmp: &mut Qmp) -> Result<u64, RebootError> {
-        let stopped = stop(qmp, self.replacement.running)?;
+    fn stop_guest(&mut self, qmp: &mut Qmp) -> Result<u64, RebootError> {
+        let stopped_host_us = stop(qmp, self.replacement.running)?;
         self.handover.recorder.step("stop");
         self.handover.pass("host.suspend.stopped");
-        for disk in self.replacement.held.state.hardware.disks.iter().filter(|disk| !disk.readonly) {
+        for disk in self.state().hardware.disks.iter().filter(|disk| !disk.readonly) {
             let synced = File::open(&disk.path).and_then(|image| image.sync_all());
-            synced.map_err(|source| RebootError::File { path: disk.path.clone(), source })?;
+            synced.map_err(RebootError::file(&disk.path))?;
         }
         self.handover.recorder.step("sync its disks");
-        Ok(stopped)
+        Ok(stopped_host_us)
     }
 
-    fn digests(&mut self, qmp: &mut Qmp, ram: &Path) -> Result<Vec<u64>, RebootError> {
-        match self.early.take().map(|early| early.finish(qmp)) {
+    /// Returns the digests of the stopped guest's RAM pages. Only pages that were written since the early digests are
+    /// read, if there are early digests.
+    fn finish_digests(&mut self, qmp: &mut Qmp, ram: &Path) -> Result<Vec<u64>, RebootError> {
+        match self.early_digests.take().map(|early| early.finish(qmp)) {
             Some(Ok(digests)) => return Ok(digests),
             Some(Err(why)) => tracing::debug!("cannot use early digests; digesting all of {}: {why}", ram.display()),
             None => {}
         }
-        digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })
+        digest::file_pages(ram).map_err(RebootError::file(ram))
     }
 
     /// Cancels the suspend before the guest was stopped.
     pub(super) fn cancel(self) {
-        let Self { replacement, handover, early, .. } = self;
-        discard_digests(early);
+        let Self { replacement, handover, early_digests, .. } = self;
+        discard_digests(early_digests);
         if let Err(e) = handover.journal.close() {
             tracing::error!("{}: {e}", replacement.name());
         }
     }
 }
 
-fn discard_digests(early: Option<EarlyDigests>) {
-    if let Some(early) = early {
-        early.discard();
+/// Digests the RAM of a guest while it runs, if its writes can be tracked.
+fn begin_digests(replacement: &mut Replacement, qmp: &mut Qmp) -> Result<Option<EarlyDigests>, RebootError> {
+    let rundir = &replacement.locked_vm.rundir;
+    let _run_state = RunStateLock::acquire(rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let paused_mark = replacement.running.then(|| rundir.paused());
+    let hardware = &replacement.locked_vm.state.hardware;
+    let digests = EarlyDigests::begin(&replacement.source_qemu, qmp, hardware, paused_mark.as_deref())?;
+    replacement.recorder.step("digest memory ahead");
+    Ok(digests)
+}
+
+fn discard_digests(digests: Option<EarlyDigests>) {
+    if let Some(digests) = digests {
+        digests.discard();
     }
 }
 
@@ -305,10 +341,10 @@ impl SavedGuest {
 
     /// Ends the QEMU and the disk servers. The record must be committed.
     pub(super) fn end(self) -> Result<(), RebootError> {
-        let hardware = &self.replacement.held.state.hardware;
-        let named = |source| RebootError::File { path: self.replacement.held.rundir.path().to_owned(), source };
-        self.replacement.source_qemu.kill().map_err(named)?;
-        disks::end(&self.replacement.held.rundir, hardware).map_err(LifeError::from)?;
+        let rundir = &self.replacement.locked_vm.rundir;
+        let hardware = &self.replacement.locked_vm.state.hardware;
+        self.replacement.source_qemu.kill().map_err(RebootError::file(rundir.path()))?;
+        disks::end(rundir, hardware).map_err(LifeError::from)?;
         if self.entry.how == RebootMethod::Saved {
             // The saved state on disk contains the RAM, so the RAM files are not needed any more.
             let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
@@ -316,7 +352,7 @@ impl SavedGuest {
                 RamDirectory::at(directory)?.remove(&ram::file_id(&path))?;
             }
         }
-        self.handover.recorder.write(&self.replacement.held.rundir);
+        self.handover.recorder.write(rundir);
         self.handover.pass("host.suspend.ended");
         Ok(())
     }

@@ -19,12 +19,13 @@ use crate::vmm::RebootMethod;
 use rekindle_qemu::cpu::Features;
 use rekindle_vm::journal::SavedState;
 use rekindle_vm::names::unique_name;
-use rekindle_vm::rundir::{RunDir, sync_directory, write_json};
+use rekindle_vm::rundir::{RunDir, sync_directory, write_atomically, write_json};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry as StepEntry, host_us};
 use rustix::fs::{FlockOperation, flock};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -34,11 +35,12 @@ use std::path::{Path, PathBuf};
 ///
 /// Format 1 had guests as `NAME.json` next to `host.json`; such files are still read.
 const FORMAT: u32 = 2;
-const HOST: &str = "host.json";
-const GUESTS: &str = "guests";
-const LOCK: &str = "lock";
+const HEADER_FILE: &str = "host.json";
+const GUEST_DIR: &str = "guests";
+const LOCK_FILE: &str = "lock";
 /// Name of the directory next to the RAM.
 const STATE_DIR: &str = ".suspended";
+const TOKEN_FILE: &str = "token";
 
 /// Data common to all guests of one suspend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,17 +76,20 @@ pub struct SuspendedGuest {
     /// The saved state; `None` if the guest was shut down.
     pub saved: Option<SavedState>,
     /// Digests of the pages of the guest's RAM.
-    pub pages: Option<FileDigest>,
+    #[serde(rename = "pages")]
+    pub page_digests: Option<FileDigest>,
     /// Processor features that the guest saw.
     pub cpu: Features,
     /// Modification times of the guest's disk images; `None` if they do not show writes.
-    pub disks: Option<Vec<(PathBuf, i128)>>,
+    #[serde(rename = "disks")]
+    pub disk_times: Option<Vec<(PathBuf, i128)>>,
     /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
     /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
     /// Set before a QEMU resumes the guest: from then on no other QEMU may get its state.
-    pub struck: bool,
+    #[serde(rename = "struck")]
+    pub resume_started: bool,
     /// Steps of the guest's suspend.
     pub steps: Vec<StepEntry>,
     /// Files from which the guest's QEMU is started, to be read ahead.
@@ -100,15 +105,15 @@ impl SuspendedGuest {
         Self {
             token: token.into(),
             how: RebootMethod::Cold,
-            disks: None,
+            disk_times: None,
             state,
             running: true,
             saved: None,
-            pages: None,
+            page_digests: None,
             cpu: Features::new(),
             stop_us: host_us(),
             fell_back: Some(why),
-            struck: false,
+            resume_started: false,
             steps: Vec::new(),
             files: Vec::new(),
         }
@@ -122,7 +127,7 @@ pub struct SuspendRecord {
     /// Lock of the record: one process at a time suspends or resumes guests.
     lock: Option<File>,
     /// Header that validates the entries. `None`: no guest is suspended.
-    pub head: Option<RecordHeader>,
+    pub header: Option<RecordHeader>,
 }
 
 impl SuspendRecord {
@@ -131,12 +136,13 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if the record exists and cannot be read or parsed.
     pub fn read(directory: &Path) -> Result<Self, HostError> {
-        let head: Option<RecordHeader> = read_json(&directory.join(HOST))?;
-        if let Some(RecordHeader { format, .. }) = head.as_ref().filter(|head| head.format > FORMAT) {
+        let path = directory.join(HEADER_FILE);
+        let header: Option<RecordHeader> = read_json(&path)?;
+        if let Some(RecordHeader { format, .. }) = header.as_ref().filter(|header| header.format > FORMAT) {
             let text = format!("it has format {format}, written by a newer Rekindle; use that version");
-            return Err(HostError::Record { path: directory.join(HOST), source: io::Error::other(text) });
+            return Err(HostError::record(&path)(io::Error::other(text)));
         }
-        Ok(Self { directory: directory.to_owned(), lock: None, head })
+        Ok(Self { directory: directory.to_owned(), lock: None, header })
     }
 
     /// Waits until no other process suspends or resumes guests, then reads the record. Excludes such processes until
@@ -145,11 +151,11 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if the record cannot be locked or read.
     pub fn lock(directory: &Path) -> Result<Self, HostError> {
-        let path = directory.join(LOCK);
-        let failed = |source| HostError::Record { path: path.clone(), source };
-        DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
+        let path = directory.join(LOCK_FILE);
+        let failed = HostError::record(&path);
+        create_private_directory(directory).map_err(&failed)?;
         let mut options = OpenOptions::new();
-        let lock = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        let lock = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(&failed)?;
         flock(&lock, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
         Ok(Self { lock: Some(lock), ..Self::read(directory)? })
     }
@@ -159,23 +165,25 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if a file of the record cannot be read.
     pub fn names(&self) -> Result<Vec<String>, HostError> {
-        let mut names = self.files()?;
-        let mut failed = None;
-        names.retain(|name| match self.entry(name) {
-            Ok(entry) => entry.is_some(),
-            Err(e) => {
-                failed = Some(e);
-                false
-            }
-        });
-        failed.map_or(Ok(names), Err)
+        Ok(self.entries()?.into_iter().map(|entry| entry.state.hardware.name).collect())
     }
 
-    fn files(&self) -> Result<Vec<String>, HostError> {
-        let old = json_files(&self.directory)?.into_iter().filter(|name| self.format_1_file(name).is_some());
-        let mut names: Vec<_> = json_files(&self.directory.join(GUESTS))?.into_iter().chain(old).collect();
-        names.sort();
-        names.dedup();
+    /// Returns all suspended guests, in the order of their names.
+    ///
+    /// # Errors
+    /// [`HostError::Record`] if a file of the record cannot be read.
+    pub fn entries(&self) -> Result<Vec<SuspendedGuest>, HostError> {
+        let mut entries = Vec::new();
+        for name in self.file_names()? {
+            entries.extend(self.entry(&name)?);
+        }
+        Ok(entries)
+    }
+
+    /// Returns the names of all VMs that have a file in the record, whether or not it counts.
+    fn file_names(&self) -> Result<BTreeSet<String>, HostError> {
+        let mut names = BTreeSet::from_iter(json_files(&self.directory.join(GUEST_DIR))?);
+        names.extend(json_files(&self.directory)?.into_iter().filter(|name| self.format_1_file(name).is_some()));
         Ok(names)
     }
 
@@ -184,8 +192,8 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if the entry cannot be read.
     pub fn entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
-        let Some(head) = &self.head else { return Ok(None) };
-        Ok(self.read_entry(name)?.filter(|entry| entry.token == head.token))
+        let Some(header) = &self.header else { return Ok(None) };
+        Ok(self.read_entry(name)?.filter(|entry| entry.token == header.token))
     }
 
     fn read_entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
@@ -196,22 +204,22 @@ impl SuspendRecord {
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        self.directory.join(GUESTS).join(format!("{name}.json"))
+        self.directory.join(GUEST_DIR).join(format!("{name}.json"))
     }
 
     /// Returns the path of a guest's file in format 1. `None` for a VM named `host`, which had no file of its own.
     fn format_1_file(&self, name: &str) -> Option<PathBuf> {
         let file = format!("{name}.json");
-        (file != HOST).then(|| self.directory.join(file))
+        (file != HEADER_FILE).then(|| self.directory.join(file))
     }
 
     /// Removes the files of VM `name`. The file of the newer format is removed last, because it is the file that
     /// counts.
     fn remove_files(&self, name: &str) -> io::Result<()> {
-        if let Some(old) = self.format_1_file(name) {
-            remove(&old)?;
+        if let Some(path) = self.format_1_file(name) {
+            remove_if_exists(&path)?;
         }
-        remove(&self.file(name))
+        remove_if_exists(&self.file(name))
     }
 
     /// Starts a new record, which counts only after [`SuspendRecord::commit`]. Removes the remains of an earlier,
@@ -225,13 +233,13 @@ impl SuspendRecord {
         if !names.is_empty() {
             return Err(HostError::StillSuspended(names));
         }
-        let failed = |source| HostError::Record { path: directory.to_owned(), source };
-        remove(&directory.join(HOST)).map_err(failed)?;
-        for name in record.files()? {
-            record.remove_files(&name).map_err(failed)?;
+        let failed = HostError::record(directory);
+        remove_if_exists(&directory.join(HEADER_FILE)).map_err(&failed)?;
+        for name in record.file_names()? {
+            record.remove_files(&name).map_err(&failed)?;
         }
         sync_directory(directory).map_err(failed)?;
-        record.head = None;
+        record.header = None;
         Ok(record)
     }
 
@@ -241,11 +249,10 @@ impl SuspendRecord {
     /// [`HostError::Record`] if the file cannot be written.
     pub fn write_entry(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
         let path = self.file(&entry.state.hardware.name);
-        let folder = self.directory.join(GUESTS);
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
-        made.and_then(|()| sync_directory(&self.directory))
+        create_private_directory(&self.directory.join(GUEST_DIR))
+            .and_then(|()| sync_directory(&self.directory))
             .and_then(|()| write_json(&path, entry))
-            .map_err(|source| HostError::Record { path, source })
+            .map_err(HostError::record(&path))
     }
 
     /// Validates all entries with this token.
@@ -253,10 +260,10 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if the header cannot be written: then no entry counts.
     pub fn commit(&mut self, token: String, boot_id: String, committed_us: u64) -> Result<(), HostError> {
-        let head = RecordHeader { format: FORMAT, token, boot_id, committed_us };
-        let path = self.directory.join(HOST);
-        write_json(&path, &head).map_err(|source| HostError::Record { path, source })?;
-        self.head = Some(head);
+        let header = RecordHeader { format: FORMAT, token, boot_id, committed_us };
+        let path = self.directory.join(HEADER_FILE);
+        write_json(&path, &header).map_err(HostError::record(&path))?;
+        self.header = Some(header);
         Ok(())
     }
 
@@ -264,8 +271,8 @@ impl SuspendRecord {
     ///
     /// # Errors
     /// [`HostError::Record`] if the entry cannot be written: then it is unchanged.
-    pub fn mark_struck(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
-        self.write_entry(&SuspendedGuest { struck: true, ..entry.clone() })
+    pub fn mark_resume_started(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
+        self.write_entry(&SuspendedGuest { resume_started: true, ..entry.clone() })
     }
 
     /// Removes the entry of VM `name` and its files next to the RAM. A missing entry is not an error.
@@ -273,26 +280,26 @@ impl SuspendRecord {
     /// # Errors
     /// [`HostError::Record`] if a file cannot be removed.
     pub fn remove_entry(&self, name: &str) -> Result<(), HostError> {
-        let failed = |source| HostError::Record { path: self.file(name), source };
+        let failed = HostError::record(&self.file(name));
         let entry = self.read_entry(name)?;
-        self.remove_files(name).map_err(failed)?;
-        if let Some(entry) = entry {
-            let folder = self.directory.join(GUESTS);
-            if folder.exists() {
-                sync_directory(&folder).map_err(failed)?;
-            }
-            sync_directory(&self.directory).map_err(failed)?;
-            let saved = entry.saved.as_ref().map(|saved| &saved.path);
-            for path in saved.into_iter().chain(entry.pages.as_ref().map(|pages| &pages.path)) {
-                remove(path).map_err(failed)?;
-            }
-            if self.files()?.is_empty() {
-                remove(&self.directory.join(HOST)).map_err(failed)?;
-                // The folder stays if another guest's file is just being written.
-                let _ = fs::remove_dir(&folder);
-            }
-            self.remove_if_empty(&state_directory(&entry.state));
+        self.remove_files(name).map_err(&failed)?;
+        let Some(entry) = entry else { return Ok(()) };
+        let guest_directory = self.directory.join(GUEST_DIR);
+        if guest_directory.exists() {
+            sync_directory(&guest_directory).map_err(&failed)?;
         }
+        sync_directory(&self.directory).map_err(&failed)?;
+        let saved_state = entry.saved.as_ref().map(|saved| &saved.path);
+        let page_digests = entry.page_digests.as_ref().map(|digests| &digests.path);
+        for path in saved_state.into_iter().chain(page_digests) {
+            remove_if_exists(path).map_err(&failed)?;
+        }
+        if self.file_names()?.is_empty() {
+            remove_if_exists(&self.directory.join(HEADER_FILE)).map_err(&failed)?;
+            // The directory stays if another guest's file is just being written.
+            let _ = fs::remove_dir(&guest_directory);
+        }
+        self.remove_state_directory(&state_directory(&entry.state));
         Ok(())
     }
 
@@ -300,26 +307,31 @@ impl SuspendRecord {
     pub(super) fn remove_leftovers(&self, rundir: &RunDir, state: &State) {
         let directory = state_directory(state);
         for path in state_files(&directory, rundir) {
-            let _ = remove(&path);
+            let _ = remove_if_exists(&path);
         }
-        self.remove_if_empty(&directory);
+        self.remove_state_directory(&directory);
     }
 
     /// Removes the directory next to the RAM if it holds no guest's files. The directory stays if another process is
     /// about to write to it.
-    fn remove_if_empty(&self, directory: &Path) {
-        let others = fs::read_dir(directory).map(|all| all.flatten().any(|file| file.file_name() != "token"));
-        if others.unwrap_or(true) {
+    fn remove_state_directory(&self, directory: &Path) {
+        let Ok(mut files) = fs::read_dir(directory) else { return };
+        if files.any(|file| file.is_ok_and(|file| file.file_name() != TOKEN_FILE)) {
             return;
         }
-        let lock = || {
-            let lock = File::open(self.directory.join(LOCK)).ok()?;
-            flock(&lock, FlockOperation::NonBlockingLockExclusive).ok().map(|()| lock)
-        };
-        let other = if self.lock.is_some() { None } else { Some(lock()) };
-        if !matches!(other, Some(None)) {
+        // Locked here unless this record is locked already.
+        let mut temporary_lock = None;
+        if self.lock.is_none() {
+            temporary_lock = self.try_lock();
+        }
+        if self.lock.is_some() || temporary_lock.is_some() {
             let _ = fs::remove_dir_all(directory);
         }
+    }
+
+    fn try_lock(&self) -> Option<File> {
+        let lock = File::open(self.directory.join(LOCK_FILE)).ok()?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).ok().map(|()| lock)
     }
 }
 
@@ -334,37 +346,41 @@ pub(super) fn state_directory(state: &State) -> PathBuf {
 /// Errors of creating the directory and of writing the file.
 pub(super) fn write_token(state: &State, token: &str) -> io::Result<()> {
     let directory = state_directory(state);
-    DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
-    rekindle_vm::rundir::write_atomically(&directory.join("token"), token.as_bytes())
+    create_private_directory(&directory)?;
+    write_atomically(&directory.join(TOKEN_FILE), token.as_bytes())
 }
 
 /// Returns the paths of a VM's files in its [`state_directory`]: the saved state, and the digests of the RAM's pages.
 pub(super) fn state_files(directory: &Path, rundir: &RunDir) -> [PathBuf; 2] {
-    let stem = unique_name(rundir);
-    ["stream", "pages"].map(|kind| directory.join(format!("{stem}.{kind}")))
+    let vm = unique_name(rundir);
+    ["stream", "pages"].map(|extension| directory.join(format!("{vm}.{extension}")))
 }
 
 /// Returns the token in a VM's [`state_directory`], if there is one.
 pub(super) fn read_token(state: &State) -> Option<String> {
-    fs::read_to_string(state_directory(state).join("token")).ok()
+    fs::read_to_string(state_directory(state).join(TOKEN_FILE)).ok()
 }
 
 /// Returns the names of the `*.json` files of a directory, without the extension.
 fn json_files(directory: &Path) -> Result<Vec<String>, HostError> {
-    let failed = |source| HostError::Record { path: directory.to_owned(), source };
-    let entries = match fs::read_dir(directory) {
+    let failed = HostError::record(directory);
+    let files = match fs::read_dir(directory) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(failed)?,
+        files => files.map_err(&failed)?,
     };
     let mut names = Vec::new();
-    for entry in entries {
-        let name = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
+    for file in files {
+        let name = file.map_err(&failed)?.file_name().to_string_lossy().into_owned();
         names.extend(name.strip_suffix(".json").map(str::to_owned));
     }
     Ok(names)
 }
 
-fn remove(path: &Path) -> io::Result<()> {
+fn create_private_directory(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+fn remove_if_exists(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => Ok(()),
@@ -372,7 +388,7 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, HostError> {
-    let failed = |source| HostError::Record { path: path.to_owned(), source };
+    let failed = HostError::record(path);
     match fs::read(path) {
         Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -391,16 +407,16 @@ mod tests {
         assert!(SuspendRecord::read(&path).unwrap().names().unwrap().is_empty());
         let mut record = SuspendRecord::begin(&path).unwrap();
         fs::write(path.join("web.json"), "{\"token\": 1}").unwrap();
-        assert!(record.names().unwrap().is_empty(), "no head");
+        assert!(record.names().unwrap().is_empty(), "no header");
         record.commit("new".into(), "boot".into(), 7).unwrap();
         assert!(record.names().is_err(), "an invalid entry is an error, and not skipped");
         fs::remove_file(path.join("web.json")).unwrap();
-        assert_eq!(SuspendRecord::read(&path).unwrap().head.unwrap().token, "new");
+        assert_eq!(SuspendRecord::read(&path).unwrap().header.unwrap().token, "new");
         // The record has no entries, so a new one may be started once this one is dropped.
         drop(record);
-        assert!(SuspendRecord::begin(&path).unwrap().head.is_none());
-        assert!(!path.join(HOST).exists());
-        fs::write(path.join(HOST), r#"{"format": 9, "token": "", "boot_id": "", "committed_us": 0}"#).unwrap();
+        assert!(SuspendRecord::begin(&path).unwrap().header.is_none());
+        assert!(!path.join(HEADER_FILE).exists());
+        fs::write(path.join(HEADER_FILE), r#"{"format": 9, "token": "", "boot_id": "", "committed_us": 0}"#).unwrap();
         assert!(SuspendRecord::read(&path).unwrap_err().to_string().contains("host.json"));
     }
 
@@ -428,7 +444,7 @@ mod tests {
     fn a_vm_may_have_any_name_also_that_of_a_file_of_the_record() {
         let directory = tempfile::tempdir().unwrap();
         let mut record = SuspendRecord::begin(directory.path()).unwrap();
-        fs::create_dir(directory.path().join(GUESTS)).unwrap();
+        fs::create_dir(directory.path().join(GUEST_DIR)).unwrap();
         record.commit("new".into(), "boot".into(), 7).unwrap();
         for name in AMBIGUOUS_NAMES {
             name.parse::<rekindle_vm::definition::Name>().unwrap();
@@ -437,21 +453,19 @@ mod tests {
             fs::write(record.file(name).with_extension("new"), "left").unwrap();
         }
         record.commit("newer".into(), "boot".into(), 8).unwrap();
-        assert_eq!(SuspendRecord::read(directory.path()).unwrap().head.unwrap().token, "newer");
-        let mut all: Vec<_> = AMBIGUOUS_NAMES.map(str::to_owned).into();
-        all.sort();
-        assert_eq!(record.files().unwrap(), all);
+        assert_eq!(SuspendRecord::read(directory.path()).unwrap().header.unwrap().token, "newer");
+        assert_eq!(record.file_names().unwrap(), BTreeSet::from(AMBIGUOUS_NAMES.map(str::to_owned)));
         for name in AMBIGUOUS_NAMES {
             assert_eq!(read_json::<String>(&record.file(name)).unwrap().unwrap(), format!("this is {name}"));
             assert!(record.entry(name).is_err(), "{name}: an invalid entry is not skipped");
             record.remove_files(name).unwrap();
             assert_eq!(
-                SuspendRecord::read(directory.path()).unwrap().head.unwrap().token,
+                SuspendRecord::read(directory.path()).unwrap().header.unwrap().token,
                 "newer",
-                "{name} is not the head"
+                "{name} is not the header"
             );
         }
-        assert!(record.files().unwrap().is_empty());
+        assert!(record.file_names().unwrap().is_empty());
     }
 
     #[test]
@@ -460,15 +474,16 @@ mod tests {
         let mut record = SuspendRecord::begin(directory.path()).unwrap();
         record.commit("old".into(), "boot".into(), 7).unwrap();
         fs::write(directory.path().join("web.json"), "{}").unwrap();
-        assert_eq!(record.files().unwrap(), ["web"]);
+        let only_web = BTreeSet::from(["web".to_owned()]);
+        assert_eq!(record.file_names().unwrap(), only_web);
         assert!(record.entry("web").is_err(), "it is read");
-        assert!(record.entry("host").unwrap().is_none(), "that is the head");
+        assert!(record.entry("host").unwrap().is_none(), "that is the header");
         // The file of the newer format counts.
-        fs::create_dir(directory.path().join(GUESTS)).unwrap();
+        fs::create_dir(directory.path().join(GUEST_DIR)).unwrap();
         fs::write(record.file("web"), "null").unwrap();
-        assert_eq!(record.files().unwrap(), ["web"]);
+        assert_eq!(record.file_names().unwrap(), only_web);
         record.remove_files("web").unwrap();
-        assert!(record.files().unwrap().is_empty());
-        assert!(record.remove_files("host").is_ok() && directory.path().join(HOST).exists());
+        assert!(record.file_names().unwrap().is_empty());
+        assert!(record.remove_files("host").is_ok() && directory.path().join(HEADER_FILE).exists());
     }
 }

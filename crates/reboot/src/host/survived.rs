@@ -11,13 +11,15 @@ use std::path::Path;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Kernel parameter that holds the token of the record for which this kernel was booted.
-pub(super) const PARAMETER: &str = "rekindle.token=";
-/// Magic number of a file of digests.
-const MAGIC: &[u8; 8] = b"rkpages1";
+pub(super) const TOKEN_PARAMETER: &str = "rekindle.token=";
+/// File that holds the boot ID of the running kernel.
+pub(super) const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
+/// First bytes of a file of page digests.
+const DIGEST_FILE_MAGIC: &[u8; 8] = b"rkpages1";
 
 /// Returns the boot ID of the running kernel.
 pub(super) fn boot_id() -> io::Result<String> {
-    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+    Ok(fs::read_to_string(BOOT_ID_FILE)?.trim().to_owned())
 }
 
 /// Returns the command line of the running kernel.
@@ -41,15 +43,15 @@ impl Trust {
     ///
     /// # Errors
     /// Errors of reading the boot ID and the command line in `/proc`.
-    pub(super) fn of(head: &RecordHeader) -> io::Result<Self> {
-        Ok(Self::judge(head, &boot_id()?, &command_line()?))
+    pub(super) fn of(header: &RecordHeader) -> io::Result<Self> {
+        Ok(Self::judge(header, &boot_id()?, &command_line()?))
     }
 
-    fn judge(head: &RecordHeader, boot_id: &str, command_line: &str) -> Self {
-        let entered = || command_line.split_whitespace().any(|word| word.strip_prefix(PARAMETER) == Some(&*head.token));
-        if head.boot_id == boot_id {
+    fn judge(header: &RecordHeader, boot_id: &str, command_line: &str) -> Self {
+        let is_token = |word: &str| word.strip_prefix(TOKEN_PARAMETER) == Some(&*header.token);
+        if header.boot_id == boot_id {
             Self::SameBoot
-        } else if entered() {
+        } else if command_line.split_whitespace().any(is_token) {
             Self::Kexec
         } else {
             Self::Digests
@@ -61,10 +63,10 @@ impl Trust {
 ///
 /// # Errors
 /// A text that names the difference.
-pub(super) fn check(entry: &SuspendedGuest, trust: Trust) -> Result<(), String> {
+pub(super) fn check_ram(entry: &SuspendedGuest, trust: Trust) -> Result<(), String> {
     let ram = &entry.state.hardware.ram;
-    let named = |e: io::Error| format!("{}: {e}", ram.path.display());
-    let bytes = fs::metadata(&ram.path).map_err(named)?.len();
+    let unreadable = |e: io::Error| format!("{}: {e}", ram.path.display());
+    let bytes = fs::metadata(&ram.path).map_err(unreadable)?.len();
     if bytes != ram.bytes {
         return Err(format!("{} has {bytes} bytes, not {}", ram.path.display(), ram.bytes));
     }
@@ -74,34 +76,32 @@ pub(super) fn check(entry: &SuspendedGuest, trust: Trust) -> Result<(), String> 
     if trust != Trust::Digests {
         return Ok(());
     }
-    let Some(digest_file) = &entry.pages else { return Err("its pages have no digests".into()) };
-    let before = read_pages(digest_file).map_err(|e| format!("{}: {e}", digest_file.path.display()))?;
-    let now = digest::file_pages(&ram.path).map_err(named)?;
-    let changed = before.iter().zip(&now).filter(|(before, now)| before != now).count();
-    match before.len() == now.len() && changed == 0 {
-        true => Ok(()),
-        false => Err(format!("{changed} of {} pages of {} have changed", now.len(), ram.path.display())),
+    let Some(digest_file) = &entry.page_digests else { return Err("its pages have no digests".into()) };
+    let saved_digests = read_page_digests(digest_file).map_err(|e| format!("{}: {e}", digest_file.path.display()))?;
+    let digests = digest::file_pages(&ram.path).map_err(unreadable)?;
+    let changed = saved_digests.iter().zip(&digests).filter(|(saved, current)| saved != current).count();
+    if saved_digests.len() == digests.len() && changed == 0 {
+        return Ok(());
     }
+    Err(format!("{changed} of {} pages of {} have changed", digests.len(), ram.path.display()))
 }
 
 /// Writes digests of pages durably. Returns the length and digest of the file.
 ///
 /// # Errors
 /// Errors of writing the file.
-pub(super) fn write_pages(path: &Path, pages: &[u64]) -> io::Result<FileDigest> {
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend(pages.iter().flat_map(|page| page.to_le_bytes()));
+pub(super) fn write_page_digests(path: &Path, digests: &[u64]) -> io::Result<FileDigest> {
+    let mut bytes = DIGEST_FILE_MAGIC.to_vec();
+    bytes.extend(digests.iter().flat_map(|digest| digest.to_le_bytes()));
     rekindle_vm::rundir::write_atomically(path, &bytes)?;
     Ok(FileDigest { path: path.to_owned(), bytes: bytes.len() as u64, digest: xxh3_64(&bytes) })
 }
 
-fn read_pages(digest_file: &FileDigest) -> io::Result<Vec<u64>> {
+fn read_page_digests(digest_file: &FileDigest) -> io::Result<Vec<u64>> {
     let bytes = fs::read(&digest_file.path)?;
-    let body = bytes.strip_prefix(MAGIC).map(<[u8]>::as_chunks::<8>);
-    match body {
-        Some((pages, [])) if bytes.len() as u64 == digest_file.bytes && xxh3_64(&bytes) == digest_file.digest => {
-            Ok(pages.iter().map(|page| u64::from_le_bytes(*page)).collect())
-        }
+    let is_unchanged = bytes.len() as u64 == digest_file.bytes && xxh3_64(&bytes) == digest_file.digest;
+    match bytes.strip_prefix(DIGEST_FILE_MAGIC).map(<[u8]>::as_chunks::<8>) {
+        Some((digests, [])) if is_unchanged => Ok(digests.iter().map(|digest| u64::from_le_bytes(*digest)).collect()),
         _ => Err(io::Error::other("its content is not what was written")),
     }
 }
@@ -112,11 +112,11 @@ mod tests {
 
     #[test]
     fn only_this_boot_or_this_token_is_trusted() {
-        let head = RecordHeader { format: 1, token: "abc".into(), boot_id: "one".into(), committed_us: 0 };
-        assert_eq!(Trust::judge(&head, "one", "quiet"), Trust::SameBoot);
-        assert_eq!(Trust::judge(&head, "two", "quiet rekindle.token=abc panic=1\n"), Trust::Kexec);
+        let header = RecordHeader { format: 1, token: "abc".into(), boot_id: "one".into(), committed_us: 0 };
+        assert_eq!(Trust::judge(&header, "one", "quiet"), Trust::SameBoot);
+        assert_eq!(Trust::judge(&header, "two", "quiet rekindle.token=abc panic=1\n"), Trust::Kexec);
         for line in ["quiet", "rekindle.token=abcd", "rekindle.token=", "x.rekindle.token=abc"] {
-            assert_eq!(Trust::judge(&head, "two", line), Trust::Digests, "{line}");
+            assert_eq!(Trust::judge(&header, "two", line), Trust::Digests, "{line}");
         }
     }
 
@@ -124,16 +124,16 @@ mod tests {
     fn digests_are_read_back_complete_or_not_at_all() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("web.pages");
-        let digest_file = write_pages(&path, &[1, 0, u64::MAX]).unwrap();
-        assert_eq!(read_pages(&digest_file).unwrap(), [1, 0, u64::MAX]);
-        let good = fs::read(&path).unwrap();
-        for bad in [&good[..24], &good[..8], b"", &[&good[..], &[0]].concat()] {
+        let digest_file = write_page_digests(&path, &[1, 0, u64::MAX]).unwrap();
+        assert_eq!(read_page_digests(&digest_file).unwrap(), [1, 0, u64::MAX]);
+        let written = fs::read(&path).unwrap();
+        for bad in [&written[..24], &written[..8], b"", &[&written[..], &[0]].concat()] {
             fs::write(&path, bad).unwrap();
-            assert!(read_pages(&digest_file).is_err(), "{} bytes", bad.len());
+            assert!(read_page_digests(&digest_file).is_err(), "{} bytes", bad.len());
         }
-        let mut bad = good;
-        bad[12] ^= 1;
-        fs::write(&path, bad).unwrap();
-        assert!(read_pages(&digest_file).is_err());
+        let mut with_flipped_bit = written;
+        with_flipped_bit[12] ^= 1;
+        fs::write(&path, with_flipped_bit).unwrap();
+        assert!(read_page_digests(&digest_file).is_err());
     }
 }

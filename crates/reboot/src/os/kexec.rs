@@ -6,9 +6,8 @@
 //! ID proves that another kernel runs. `docs/os-reboot.md` has the sequence.
 
 use super::OsRebootReport;
-use crate::error::{Failure, Problem, RebootError};
+use crate::error::{Failure, Problem, RebootError, with_causes};
 use crate::vmm::{QemuInfo, RebootReport};
-use rekindle_handover::GuestStatus;
 use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -20,10 +19,12 @@ use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
+const OPERATION: &str = "reboot os --how kexec";
 /// Script, run in the guest, that finds and loads the kernel.
 const LOAD_SCRIPT: &str = include_str!("kexec.sh");
 /// How long [`LOAD_SCRIPT`] may take: it reads kernel and RAM disk from a disk that may be slow.
@@ -58,20 +59,25 @@ pub struct LoadedKernel {
 /// *On success:* another kernel runs, and its agent answers. QEMU is still the same process.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<OsRebootReport, Failure> {
-    let mut recorder = Recorder::new(name, "reboot os --how kexec");
-    let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
-    let held = LockedVm::lock_after_phase_save(host, name, "reboot os --how kexec").map_err(|e| unchanged(e.into()))?;
-    let prepared = prepare(&held, request, &mut recorder).map_err(unchanged)?;
-    let journal = prepared.journal(&held).map_err(unchanged)?;
+    let mut recorder = Recorder::new(name, OPERATION);
+    let locked_vm = LockedVm::lock_after_phase_save(host, name, OPERATION).map_err(Failure::unchanged)?;
+    let prepared = prepare(&locked_vm, request, &mut recorder).map_err(Failure::unchanged)?;
+    let journal = prepared.open_journal(&locked_vm).map_err(Failure::unchanged)?;
     fault::point("kexec.prepare.journalled", Some(&prepared.vmm), None);
-    prepared.execute(&held, journal, recorder)
+    prepared.execute(&locked_vm, journal, recorder)
 }
 
 /// Checks that the guest of VM `name` can be asked to reboot by kexec. Loads nothing.
 pub(super) fn check(host: &Host, name: &str, operation: &str) -> Result<(), Failure> {
-    let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
-    let held = LockedVm::lock_after_phase_save(host, name, operation).map_err(|e| unchanged(e.into()))?;
-    check_guest(&held).map(drop).map_err(unchanged)
+    let locked_vm = LockedVm::lock_after_phase_save(host, name, operation).map_err(Failure::unchanged)?;
+    check_guest(&locked_vm).map(drop).map_err(Failure::unchanged)
+}
+
+/// A running guest that can be asked to start another kernel.
+struct RunningGuest {
+    vmm: Vmm,
+    qmp: Qmp,
+    boot_id: String,
 }
 
 /// A running guest with the next kernel loaded.
@@ -79,55 +85,60 @@ struct PreparedKexec {
     vmm: Vmm,
     qmp: Qmp,
     /// ID of the boot that is to end.
-    boot: String,
+    old_boot_id: String,
     loaded: LoadedKernel,
 }
 
-fn prevented(held: &LockedVm, why: impl Into<String>) -> RebootError {
-    RebootError::Prevented { name: held.rundir.name().into(), problem: Problem(why.into()) }
+fn prevented(locked_vm: &LockedVm, why: impl Into<String>) -> RebootError {
+    RebootError::Prevented { name: locked_vm.rundir.name().into(), problem: Problem(why.into()) }
 }
 
 /// Converts an agent's error, and adds another method as the remedy.
-fn agent_unable(held: &LockedVm, error: &ExecError) -> RebootError {
-    let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})")).unwrap_or_default();
-    prevented(held, format!("{error}{cause}; or use --how cold"))
+fn agent_unable(locked_vm: &LockedVm, error: &ExecError) -> RebootError {
+    prevented(locked_vm, format!("{}; or use --how cold", with_causes(error)))
 }
 
-/// Runs all checks that can fail before a kernel is loaded. Returns the current boot ID.
-fn check_guest(held: &LockedVm) -> Result<(Vmm, Qmp, String), RebootError> {
-    let vmm = held.vmm()?.clone();
-    held.refuse_attached("rebooting its guest")?;
-    if !held.state.hardware.agent {
+/// Runs all checks that can fail before a kernel is loaded.
+fn check_guest(locked_vm: &LockedVm) -> Result<RunningGuest, RebootError> {
+    let vmm = locked_vm.vmm()?.clone();
+    locked_vm.refuse_attached("rebooting its guest")?;
+    if !locked_vm.state.hardware.agent {
         let why = "it has no port for the agent that would start the kernel; remove agent = false under [devices] and \
                    restart the VM, or use --how cold";
-        return Err(prevented(held, why));
+        return Err(prevented(locked_vm, why));
     }
     let mut qmp = vmm.connect(vmm::START_TIMEOUT)?;
     let state = run_state(&mut qmp)?;
     if state != "running" {
-        return Err(prevented(held, format!("its guest does not run (QEMU reports `{state}`); use --how cold")));
+        return Err(prevented(locked_vm, format!("its guest does not run (QEMU reports `{state}`); use --how cold")));
     }
     let port = vmm.directory().agent();
-    let boot = agent::boot_id(&port, ANSWER_TIMEOUT).map_err(|e| agent_unable(held, &e))?;
-    Ok((vmm, qmp, boot))
+    let boot_id = agent::boot_id(&port, ANSWER_TIMEOUT).map_err(|e| agent_unable(locked_vm, &e))?;
+    Ok(RunningGuest { vmm, qmp, boot_id })
 }
 
 /// Runs the checks and loads the kernel, which does not disturb the guest.
-fn prepare(held: &LockedVm, request: &KexecRequest, recorder: &mut Recorder) -> Result<PreparedKexec, RebootError> {
-    let (vmm, qmp, boot) = check_guest(held)?;
-    let port = vmm.directory().agent();
+fn prepare(
+    locked_vm: &LockedVm,
+    request: &KexecRequest,
+    recorder: &mut Recorder,
+) -> Result<PreparedKexec, RebootError> {
+    let RunningGuest { vmm, qmp, boot_id } = check_guest(locked_vm)?;
     recorder.step("ask its agent");
-    let text = |path: &Option<String>| path.clone().unwrap_or_default();
-    let (kernel, initrd) = (text(&request.kernel), text(&request.initrd));
-    let ran = agent::run(&port, "/bin/sh", &["-c", LOAD_SCRIPT, "sh", &kernel, &initrd], LOAD_TIMEOUT);
-    let ran = ran.map_err(|e| agent_unable(held, &e))?;
-    let loaded = ran.stdout.lines().find_map(|line| line.strip_prefix("loaded ")).and_then(|line| line.split_once(' '));
-    let Some((kernel, initrd)) = loaded.filter(|_| ran.status == Some(0)) else {
-        return Err(prevented(held, load_failure(ran.status, &kernel, &initrd, ran.stdout.trim(), ran.stderr.trim())));
+    let kernel = request.kernel.as_deref().unwrap_or_default();
+    let initrd = request.initrd.as_deref().unwrap_or_default();
+    let arguments = ["-c", LOAD_SCRIPT, "sh", kernel, initrd];
+    let script = agent::run(&vmm.directory().agent(), "/bin/sh", &arguments, LOAD_TIMEOUT);
+    let script = script.map_err(|e| agent_unable(locked_vm, &e))?;
+    let loaded_line = script.stdout.lines().find_map(|line| line.strip_prefix("loaded "));
+    let Some((kernel, initrd)) = loaded_line.and_then(|line| line.split_once(' ')).filter(|_| script.status == Some(0))
+    else {
+        let why = load_failure(script.status, kernel, initrd, script.stdout.trim(), script.stderr.trim());
+        return Err(prevented(locked_vm, why));
     };
     let loaded = LoadedKernel { kernel: kernel.into(), initrd: (initrd != "none").then(|| initrd.into()) };
     recorder.step("load the kernel");
-    Ok(PreparedKexec { vmm, qmp, boot, loaded })
+    Ok(PreparedKexec { vmm, qmp, old_boot_id: boot_id, loaded })
 }
 
 /// Describes a failure of [`LOAD_SCRIPT`] by its exit status.
@@ -159,86 +170,98 @@ fn load_failure(status: Option<i64>, kernel: &str, initrd: &str, out: &str, err:
 }
 
 impl PreparedKexec {
-    fn journal(&self, held: &LockedVm) -> Result<Journal, RebootError> {
-        let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
-        let generation = held.state.generation + 1;
+    fn open_journal(&self, locked_vm: &LockedVm) -> Result<Journal, RebootError> {
+        let failed = journal_error(locked_vm);
+        let source = Some(self.vmm.clone());
         let mut journal =
-            Journal::open(&held.rundir, Kind::OsKexec, Some(self.vmm.clone()), generation).map_err(failed)?;
-        journal.operation.boot = Some(self.boot.clone());
-        journal.write().map_err(failed)?;
+            Journal::open(&locked_vm.rundir, Kind::OsKexec, source, locked_vm.state.generation + 1).map_err(&failed)?;
+        journal.operation.boot = Some(self.old_boot_id.clone());
+        journal.write().map_err(&failed)?;
         Ok(journal)
     }
 
     /// Makes the guest shut down and enter its new kernel, and waits until that kernel's agent answers.
     fn execute(
         mut self,
-        held: &LockedVm,
+        locked_vm: &LockedVm,
         mut journal: Journal,
         mut recorder: Recorder,
     ) -> Result<OsRebootReport, Failure> {
-        let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
-        let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: Box::new(error) };
+        let journal_failed = |e| Failure::needs_recovery(journal_error(locked_vm)(e));
         recorder.phase(Phase::Suspend);
-        journal.advance(Step::Suspend).map_err(|e| needs_recovery(failed(e)))?;
+        journal.advance(Step::Suspend).map_err(journal_failed)?;
         fault::point("kexec.suspend.journalled", Some(&self.vmm), None);
-        let port = self.vmm.directory().agent();
         self.qmp.drop_events();
-        let kept = disks::reuse_caches(&held.rundir, &held.state.hardware);
-        let stopped = host_us();
-        let requested = agent::run(&port, "/bin/sh", &["-c", "systemctl kexec"], ANSWER_TIMEOUT);
-        fault::point("kexec.suspend.asked", Some(&self.vmm), None);
-        match requested {
-            Ok(ran) if ran.status != Some(0) => {
-                let why = format!("`systemctl kexec` failed in the guest: {}; or use --how cold", ran.stderr.trim());
-                journal.close().map_err(|e| needs_recovery(failed(e)))?;
-                return Err(Failure { guest: GuestStatus::Unchanged, error: Box::new(prevented(held, why)) });
-            }
-            // The guest may have shut down before its agent could answer.
-            Ok(_) | Err(_) => {}
+        let kept_cache = disks::reuse_caches(&locked_vm.rundir, &locked_vm.state.hardware);
+        let stopped_host_us = host_us();
+        if let Err(problem) = self.request_kexec(locked_vm) {
+            journal.close().map_err(journal_failed)?;
+            return Err(Failure::unchanged(problem));
         }
-        let patience = held.state.definition.shutdown_timeout.as_duration();
-        let outcome =
-            self.wait_for_boot(patience, &mut recorder).map_err(|e| needs_recovery(not_returned(held, &e)))?;
-        match outcome {
-            KexecOutcome::Kexec => {}
-            KexecOutcome::Reset => tracing::warn!(
+        let timeout = locked_vm.state.definition.shutdown_timeout.as_duration();
+        let outcome = match self.wait_for_boot(timeout, &mut recorder) {
+            Ok(KexecOutcome::Stopped) => Err(KexecFailure::Stopped),
+            outcome => outcome,
+        };
+        let outcome = outcome.map_err(|e| Failure::needs_recovery(not_returned(locked_vm, &e)))?;
+        let resumed_host_us = host_us();
+        let is_kexec = outcome == KexecOutcome::Kexec;
+        if !is_kexec {
+            tracing::warn!(
                 "{}: the guest's kernel did not start the loaded one; the guest was rebooted by its firmware instead",
-                held.rundir.name()
-            ),
-            KexecOutcome::Stopped => return Err(needs_recovery(not_returned(held, &KexecFailure::Stopped))),
+                locked_vm.rundir.name()
+            );
         }
-        let resumed = host_us();
-        let kexec = Some(self.loaded).filter(|_| outcome == KexecOutcome::Kexec);
-        recorder.step(if kexec.is_some() { "start the new kernel" } else { "reset by its firmware" });
+        recorder.step(if is_kexec { "start the new kernel" } else { "reset by its firmware" });
         recorder.phase(Phase::Settle);
         fault::point("kexec.settle.booted", Some(&self.vmm), None);
-        journal.close().map_err(|e| needs_recovery(failed(e)))?;
+        journal.close().map_err(journal_failed)?;
         recorder.step("record");
-        recorder.write(&held.rundir);
-        let side = QemuInfo { binary: self.vmm.binary.clone(), version: held.state.version.clone(), pid: self.vmm.pid };
+        recorder.write(&locked_vm.rundir);
+        let qemu =
+            QemuInfo { binary: self.vmm.binary.clone(), version: locked_vm.state.version.clone(), pid: self.vmm.pid };
         let report = RebootReport {
-            name: held.rundir.name().into(),
-            stopped_us: resumed.saturating_sub(stopped),
-            stop_host_us: stopped,
-            resume_host_us: resumed,
+            name: locked_vm.rundir.name().into(),
+            stopped_us: resumed_host_us.saturating_sub(stopped_host_us),
+            stop_host_us: stopped_host_us,
+            resume_host_us: resumed_host_us,
             steps: recorder.entries().to_vec(),
-            from: side.clone(),
-            to: side,
+            from: qemu.clone(),
+            to: qemu,
             memory: None,
         };
         // A reset clears memory, and firmware uses memory: the remains of the cache are not worth a report.
-        let kept = kept.filter(|_| kexec.is_some());
+        let kept = kept_cache.filter(|_| is_kexec);
+        let kexec = is_kexec.then_some(self.loaded);
         Ok(OsRebootReport { report, kept, ended: None, kexec, phase: None })
     }
 
+    /// Asks the guest to shut down and enter its new kernel.
+    fn request_kexec(&self, locked_vm: &LockedVm) -> Result<(), RebootError> {
+        let answer = agent::run(&self.vmm.directory().agent(), "/bin/sh", &["-c", "systemctl kexec"], ANSWER_TIMEOUT);
+        fault::point("kexec.suspend.asked", Some(&self.vmm), None);
+        match answer {
+            Ok(command) if command.status != Some(0) => {
+                let error = command.stderr.trim();
+                Err(prevented(locked_vm, format!("`systemctl kexec` failed in the guest: {error}; or use --how cold")))
+            }
+            // The guest may have shut down before its agent could answer.
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
     /// Waits until the agent of another boot answers, or the guest ends in another way.
-    fn wait_for_boot(&mut self, patience: Duration, recorder: &mut Recorder) -> Result<KexecOutcome, KexecFailure> {
-        let down = Instant::now() + patience;
+    fn wait_for_boot(
+        &mut self,
+        shutdown_timeout: Duration,
+        recorder: &mut Recorder,
+    ) -> Result<KexecOutcome, KexecFailure> {
+        let shutdown_deadline = Instant::now() + shutdown_timeout;
         while agent::is_listening(&mut self.qmp)? {
             if let Some(outcome) = self.check_outcome()? {
                 return Ok(outcome);
             }
-            if Instant::now() > down {
+            if Instant::now() > shutdown_deadline {
                 // A guest may end its agent last, or not at all. From here on, its boot ID decides.
                 break;
             }
@@ -246,15 +269,15 @@ impl PreparedKexec {
         }
         recorder.step("shut its services down");
         recorder.phase(Phase::Renew);
-        let up = Instant::now() + patience.saturating_sub(patience / 2) + BOOT_TIMEOUT;
+        let boot_deadline = Instant::now() + shutdown_timeout / 2 + BOOT_TIMEOUT;
         loop {
             if let Some(outcome) = self.check_outcome()? {
                 return Ok(outcome);
             }
-            if is_other_boot(&self.vmm, &mut self.qmp, &self.boot)? == Some(true) {
+            if AnsweringBoot::query(&self.vmm, &mut self.qmp, &self.old_boot_id)? == AnsweringBoot::Other {
                 return Ok(KexecOutcome::Kexec);
             }
-            if Instant::now() > up {
+            if Instant::now() > boot_deadline {
                 return Err(KexecFailure::Silent);
             }
             thread::sleep(POLL_INTERVAL);
@@ -290,58 +313,87 @@ enum KexecFailure {
     Qmp(#[from] QmpError),
 }
 
-fn not_returned(held: &LockedVm, not_returned: &KexecFailure) -> RebootError {
-    let name = held.rundir.name();
+fn journal_error(locked_vm: &LockedVm) -> impl Fn(io::Error) -> RebootError + use<> {
+    RebootError::file(&locked_vm.rundir.file("operation.json"))
+}
+
+fn not_returned(locked_vm: &LockedVm, failure: &KexecFailure) -> RebootError {
+    let name = locked_vm.rundir.name();
     // A guest that does not answer may still run.
-    let force = if matches!(not_returned, KexecFailure::Silent) { " --force" } else { "" };
+    let force = if matches!(failure, KexecFailure::Silent) { " --force" } else { "" };
     let what = format!(
-        "its guest was asked to start the kernel that it has loaded, but did not return: {not_returned}; check its \
+        "its guest was asked to start the kernel that it has loaded, but did not return: {failure}; check its \
          console (rekindle console {name}), or boot it: rekindle recover {name}{force}"
     );
     RebootError::Kexec { name: name.into(), what }
 }
 
-/// Returns whether the guest's agent runs in another boot than `boot`; `None` if no agent answers.
-fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, QmpError> {
-    if !agent::is_listening(qmp)? {
-        return Ok(None);
-    }
-    Ok(agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT).ok().map(|now| now != boot))
+/// The boot of the guest in which an agent answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AnsweringBoot {
+    Old,
+    Other,
+    /// No agent answers.
+    None,
 }
 
-/// Returns, after Rekindle was killed during a kexec, whether the guest runs another kernel. `None`: the guest has
-/// ended, or it does not answer and is to be booted because of `force`.
+impl AnsweringBoot {
+    fn query(vmm: &Vmm, qmp: &mut Qmp, old_boot_id: &str) -> Result<Self, QmpError> {
+        if !agent::is_listening(qmp)? {
+            return Ok(Self::None);
+        }
+        Ok(match agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT) {
+            Ok(boot_id) if boot_id == old_boot_id => Self::Old,
+            Ok(_) => Self::Other,
+            Err(_) => Self::None,
+        })
+    }
+}
+
+/// What the guest does after Rekindle was killed during a kexec.
+pub(crate) enum KexecRecovery {
+    /// It runs the other kernel.
+    RunsOtherKernel,
+    /// It runs the previous kernel, and does not shut down.
+    RunsPreviousKernel,
+    /// It has ended, or it does not answer and is to be booted because of `force`.
+    MustBoot,
+}
+
+/// Determines what the guest does after Rekindle was killed during a kexec.
 ///
 /// # Errors
 /// [`RebootError::Kexec`] if the guest's agent does not answer: the guest may run.
-pub(crate) fn recover(held: &LockedVm, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
-    let Ok(vmm) = held.vmm() else { return Ok(None) };
+pub(crate) fn recover(locked_vm: &LockedVm, journal: &Journal, force: bool) -> Result<KexecRecovery, RebootError> {
+    let Ok(vmm) = locked_vm.vmm() else { return Ok(KexecRecovery::MustBoot) };
     let mut qmp = match vmm.connect(vmm::START_TIMEOUT) {
-        Err(_) if !vmm.is_alive() => return Ok(None),
-        other => other?,
+        Err(_) if !vmm.is_alive() => return Ok(KexecRecovery::MustBoot),
+        connected => connected?,
     };
     if journal.operation.step == Step::Prepare {
-        return Ok(Some(false));
+        return Ok(KexecRecovery::RunsPreviousKernel);
     }
-    let boot = journal.operation.boot.clone().unwrap_or_default();
-    // The guest may not have started to shut down yet: a moment later another boot may answer, or the port is closed.
-    let settled = held.state.definition.shutdown_timeout.as_duration();
-    let (began, mut same_since) = (Instant::now(), None);
-    while began.elapsed() < settled + BOOT_TIMEOUT {
+    let old_boot_id = journal.operation.boot.clone().unwrap_or_default();
+    let deadline = Instant::now() + locked_vm.state.definition.shutdown_timeout.as_duration() + BOOT_TIMEOUT;
+    // Since when the agent of the old boot answers. The guest may not have started to shut down yet: a moment later
+    // another boot may answer, or the port is closed.
+    let mut old_boot_answers_since = None;
+    while Instant::now() < deadline {
         if !vmm.is_alive() || ENDED_RUN_STATES.contains(&run_state(&mut qmp)?.as_str()) {
-            return Ok(None);
+            return Ok(KexecRecovery::MustBoot);
         }
-        match is_other_boot(vmm, &mut qmp, &boot)? {
-            Some(true) => return Ok(Some(true)),
-            Some(false) if same_since.get_or_insert_with(Instant::now).elapsed() > IGNORED_AFTER => {
-                return Ok(Some(false));
+        match AnsweringBoot::query(vmm, &mut qmp, &old_boot_id)? {
+            AnsweringBoot::Other => return Ok(KexecRecovery::RunsOtherKernel),
+            AnsweringBoot::Old => {
+                if old_boot_answers_since.get_or_insert_with(Instant::now).elapsed() > IGNORED_AFTER {
+                    return Ok(KexecRecovery::RunsPreviousKernel);
+                }
             }
-            Some(false) => {}
-            None => same_since = None,
+            AnsweringBoot::None => old_boot_answers_since = None,
         }
         thread::sleep(POLL_INTERVAL);
     }
-    if force { Ok(None) } else { Err(not_returned(held, &KexecFailure::Silent)) }
+    if force { Ok(KexecRecovery::MustBoot) } else { Err(not_returned(locked_vm, &KexecFailure::Silent)) }
 }
 
 #[cfg(test)]

@@ -10,16 +10,18 @@
 //! The first two methods shut the guest down and boot it in a new QEMU. `docs/disk.md` has the argument for a warm
 //! cache, `docs/os-reboot.md` for kexec and phases.
 
-mod helpers;
+mod helper_process;
 mod kexec;
 pub mod phase;
+mod supervisor;
 pub mod watch;
 
-pub(crate) use kexec::recover as recover_kexec;
+pub use helper_process::HelperError;
+pub(crate) use kexec::{KexecRecovery, recover as recover_kexec};
 pub use kexec::{KexecRequest, LoadedKernel};
 
-use crate::error::{Failure, Problem};
-use crate::vmm::{self, RebootReport};
+use crate::error::{Failure, Problem, with_causes};
+use crate::vmm::{self, ColdReboot, RebootReport};
 use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
@@ -57,7 +59,7 @@ pub enum OsRebootMethod {
 #[must_use]
 pub fn default_method(host: &Host, name: &str) -> OsRebootMethod {
     match State::read(&RunDir::new(&host.root, name)) {
-        Ok(Some(state)) if why_no_cache(&state.hardware).is_none() => OsRebootMethod::WarmCache,
+        Ok(Some(state)) if why_no_warm_cache(&state.hardware).is_none() => OsRebootMethod::WarmCache,
         _ => OsRebootMethod::Cold,
     }
 }
@@ -101,17 +103,12 @@ pub struct OsRebootRequest {
 /// *On success:* the guest boots; by kexec its agent answers again.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRebootReport, Failure> {
+    let freeze = |state: &State| why_not_freezable(state, request.end);
     match request.how {
-        OsRebootMethod::Cold => {
-            shut_down_and_boot(host, name, false, request.end, |state| why_no_freeze(state, request.end))
-        }
-        OsRebootMethod::WarmCache => {
-            shut_down_and_boot(host, name, true, request.end, |state| why_no_freeze(state, request.end))
-        }
+        OsRebootMethod::Cold => shut_down_and_boot(host, name, CacheUse::Discard, request.end, freeze),
+        OsRebootMethod::WarmCache => shut_down_and_boot(host, name, CacheUse::Retain, request.end, freeze),
         OsRebootMethod::Kexec => kexec::reboot(host, name, &request.kexec),
-        OsRebootMethod::Phase => phase::reboot(host, name, request.candidate.as_deref(), request.end, |state| {
-            why_no_freeze(state, request.end)
-        }),
+        OsRebootMethod::Phase => phase::reboot(host, name, request.candidate.as_deref(), request.end, freeze),
     }
 }
 
@@ -121,54 +118,62 @@ pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRe
 /// [`Failure`] with the reason. The guest is unchanged.
 pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), Failure> {
     let operation = "reboot os --dry-run";
-    let freeze = |state: &State| why_no_freeze(state, request.end);
+    let freeze = |state: &State| why_not_freezable(state, request.end);
     match request.how {
         OsRebootMethod::Cold => vmm::begin_cold_reboot(host, name, operation, freeze).map(drop),
         OsRebootMethod::WarmCache => {
-            let prevents = |state: &State| freeze(state).or_else(|| why_no_cache(&state.hardware));
-            vmm::begin_cold_reboot(host, name, operation, prevents).map(drop)
+            let find_problem = |state: &State| freeze(state).or_else(|| why_no_warm_cache(&state.hardware));
+            vmm::begin_cold_reboot(host, name, operation, find_problem).map(drop)
         }
         OsRebootMethod::Kexec => kexec::check(host, name, operation),
         OsRebootMethod::Phase => {
             let rundir = RunDir::new(&host.root, name);
-            let only = request.candidate.as_deref();
-            let prevents = |state: &State| freeze(state).or_else(|| phase::prevents(host, &rundir, state, only));
-            vmm::begin_cold_reboot(host, name, operation, prevents).map(drop)
+            let candidate = request.candidate.as_deref();
+            let find_problem =
+                |state: &State| freeze(state).or_else(|| phase::find_problem(host, &rundir, state, candidate));
+            vmm::begin_cold_reboot(host, name, operation, find_problem).map(drop)
         }
     }
 }
 
-/// Ends the guest and boots it, with a warm or a cold cache. If `prevents` returns a problem for the locked VM, fails
+/// What happens to the previous guest's cache in a reboot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CacheUse {
+    Retain,
+    Discard,
+}
+
+/// Ends the guest and boots it, with a warm or a cold cache. If `find_problem` returns a problem for the locked VM,
+/// fails
 /// and changes nothing.
 fn shut_down_and_boot(
     host: &Host,
     name: &str,
-    warm: bool,
+    cache: CacheUse,
     end: EndMethod,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
+    find_problem: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
-    let (operation, kind) = match warm {
-        false => ("reboot os --how cold", Kind::OsCold),
-        true => ("reboot os --how warm-cache", Kind::OsWarmCache),
+    let (operation, kind) = match cache {
+        CacheUse::Discard => ("reboot os --how cold", Kind::OsCold),
+        CacheUse::Retain => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
-    let prevents = |state: &State| prevents(state).or_else(|| warm.then(|| why_no_cache(&state.hardware)).flatten());
-    vmm::reboot_cold(host, name, (operation, kind), end, prevents).map(|booted| OsRebootReport {
-        report: booted.report,
-        kept: booted.retained,
-        ended: Some(booted.ended),
-        kexec: None,
-        phase: None,
-    })
+    let find_problem = |state: &State| match (find_problem(state), cache) {
+        (None, CacheUse::Retain) => why_no_warm_cache(&state.hardware),
+        (problem, _) => problem,
+    };
+    let ColdReboot { report, retained, ended } =
+        vmm::cold::reboot(vmm::begin_cold_reboot(host, name, operation, find_problem)?, kind, end)?;
+    Ok(OsRebootReport { report, kept: retained, ended: Some(ended), kexec: None, phase: None })
 }
 
 /// Returns the reason why no cache can be retained, or `None` if it can.
-fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
+fn why_no_warm_cache(hardware: &Hardware) -> Option<Problem> {
     if !hardware.disks.iter().any(|disk| disk.server) {
         let why = "none of its disks has a server, which records what the guest has cached; set `server = true` for a \
                    disk and restart the VM, or use --how cold";
         return Some(Problem(why.into()));
     }
-    huge_pages(hardware).map(|directory| {
+    huge_page_directory(hardware).map(|directory| {
         let directory = directory.display();
         Problem(format!(
             "its RAM is in huge pages ({directory}), which the next guest needs as soon as it starts; put `ram.dir` \
@@ -178,28 +183,26 @@ fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
 }
 
 /// Returns the directory of the guest's RAM if the RAM is in huge pages.
-fn huge_pages(hardware: &Hardware) -> Option<&Path> {
+fn huge_page_directory(hardware: &Hardware) -> Option<&Path> {
     let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
     matches!(huge_page_size(directory), Ok(Some(_))).then_some(directory)
 }
 
 /// Returns the reason why the guest's file systems cannot be frozen, if `end` requires that. A guest that has already
 /// ended needs no freezing.
-fn why_no_freeze(state: &State, end: EndMethod) -> Option<Problem> {
+fn why_not_freezable(state: &State, end: EndMethod) -> Option<Problem> {
     let vmm = state.vmm.as_ref().filter(|_| end == EndMethod::Freeze)?;
-    let otherwise = |why: String| Some(Problem(format!("{why}; or omit --end freeze")));
+    let problem = |why: &str| Some(Problem(format!("{why}; or omit --end freeze")));
     if !state.hardware.agent {
-        return otherwise(
+        return problem(
             "it has no port for the agent that would freeze its file systems; remove agent = false under [devices] \
-             and restart the VM"
-                .into(),
+             and restart the VM",
         );
     }
-    let ended = vmm.connect(ANSWER_TIMEOUT).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
-    if ended.is_some_and(|state| ENDED_RUN_STATES.contains(&state.as_str())) {
+    let run_state = vmm.connect(ANSWER_TIMEOUT).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
+    if run_state.is_some_and(|run_state| ENDED_RUN_STATES.contains(&run_state.as_str())) {
         return None;
     }
-    let e = agent::can_freeze(&vmm.directory().agent(), ANSWER_TIMEOUT).err()?;
-    let cause = std::error::Error::source(&e).map(|cause| format!(" ({cause})")).unwrap_or_default();
-    otherwise(format!("{e}{cause}"))
+    let error = agent::can_freeze(&vmm.directory().agent(), ANSWER_TIMEOUT).err()?;
+    problem(&with_causes(&error))
 }

@@ -11,11 +11,12 @@ mod idle;
 
 pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
-use crate::error::RebootError;
+use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers};
+use crate::os::KexecRecovery;
 use crate::vmm::RUN_STATE_TIMEOUT;
-use crate::vmm::recover::{recover_cold, recover_handover};
+use crate::vmm::recover::{boot_after_loss, recover_cold, recover_handover};
 use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_protect::restore;
@@ -38,77 +39,83 @@ use rekindle_vm::status::{Status, status};
 /// # Errors
 /// [`RebootError`]; [`RebootError::needs_recovery`] if a QEMU that may run the guest does not answer.
 pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
-    let (held, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
-    let _run_state = RunStateLock::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-    let Some(journal) = journal else { return idle::recover_idle(host, &held, policy) };
-    require_answers(&held, &journal.operation, policy)?;
+    let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
+    let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };
+    require_answers(&locked_vm, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
         // An interrupted hand-over may have left QEMU's threads at raised priority.
         let _ = sched::normal(vmm.process());
     }
     let recovered = match journal.operation.kind {
-        Kind::Run => recover_run(host, &held, journal),
-        Kind::Prepare => Ok(match restore::recover::recover_prepare(host, &held, journal)? {
+        Kind::Run => recover_run(host, &locked_vm, journal),
+        Kind::Prepare => Ok(match restore::recover::recover_prepare(host, &locked_vm, journal)? {
             restore::recover::Outcome::Finished => Recovered::Prepared,
             restore::recover::Outcome::Removed => Recovered::Removed,
         }),
-        Kind::Restore => Ok(match restore::recover::recover_restore(host, &held, journal)? {
+        Kind::Restore => Ok(match restore::recover::recover_restore(host, &locked_vm, journal)? {
             restore::recover::Outcome::Finished => Recovered::Finished,
             restore::recover::Outcome::Removed => Recovered::Removed,
         }),
-        Kind::Move => recover_move(host, &held, journal),
+        Kind::Move => recover_move(host, &locked_vm, journal),
         Kind::Stop => {
-            clean_up(host, &held.rundir, &held.state)?;
+            clean_up(host, &locked_vm.rundir, &locked_vm.state)?;
             Ok(Recovered::Removed)
         }
-        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &held, journal),
-        Kind::OsKexec => recover_kexec(&held, journal, policy),
+        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &locked_vm, journal),
+        Kind::OsKexec => recover_kexec(&locked_vm, journal, policy),
         // `OsPhase`: a guest that was not resumed from its boot snapshot yet is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
-            recover_cold(continue_interrupted(&held, journal))
+            recover_cold(continue_interrupted(&locked_vm, journal))
         }
-        Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&held, journal)),
+        Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&locked_vm, journal)),
     }?;
-    idle::forget_saved(host, &held);
+    idle::remove_saved_state(host, &locked_vm);
     Ok(recovered)
 }
 
 /// Finishes a start if its QEMU was recorded; otherwise undoes the start.
-fn recover_run(host: &Host, held: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
-    if held.vmm().is_ok() {
-        let path = held.rundir.file("operation.json");
-        journal.close().map_err(|source| RebootError::File { path, source })?;
+fn recover_run(host: &Host, locked_vm: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
+    if locked_vm.vmm().is_ok() {
+        journal.close().map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
         return Ok(Recovered::Started);
     }
-    clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &locked_vm.rundir, &locked_vm.state)?;
     Ok(Recovered::Removed)
 }
 
 /// Settles a move: the store's owner decides which host has the guest. If the source QEMU died before the destination
 /// host was notified, the memory is lost.
-fn recover_move(host: &Host, held: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
+fn recover_move(host: &Host, locked_vm: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
-        return crate::vmm::recover::boot_after_loss(continue_interrupted(held, journal), None);
+        return boot_after_loss(continue_interrupted(locked_vm, journal), None);
     }
-    Ok(match settle(host, held, journal).map_err(RebootError::Move)? {
+    Ok(match settle(host, locked_vm, journal).map_err(RebootError::Move)? {
         Settled::ResumedHere => Recovered::MovedBack,
         Settled::RunsThere => Recovered::MovedAway,
     })
 }
 
 /// Recovers a kexec: determines whether the guest runs the other kernel or the previous one. If neither, boots it.
-fn recover_kexec(held: &LockedVm, mut journal: Journal, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
-    let path = held.rundir.file("operation.json");
-    let failed = |source| RebootError::File { path: path.clone(), source };
-    match crate::os::recover_kexec(held, &journal, policy.force)? {
-        Some(another) => {
+fn recover_kexec(
+    locked_vm: &LockedVm,
+    mut journal: Journal,
+    policy: SilentQemuPolicy,
+) -> Result<Recovered, RebootError> {
+    let failed = RebootError::file(&locked_vm.rundir.file("operation.json"));
+    match crate::os::recover_kexec(locked_vm, &journal, policy.force)? {
+        KexecRecovery::RunsOtherKernel => {
             journal.close().map_err(failed)?;
-            Ok(if another { Recovered::Started } else { Recovered::Undone })
+            Ok(Recovered::Started)
         }
-        None => {
+        KexecRecovery::RunsPreviousKernel => {
+            journal.close().map_err(failed)?;
+            Ok(Recovered::Undone)
+        }
+        KexecRecovery::MustBoot => {
             journal.operation.kind = Kind::OsCold;
             journal.advance(Step::Suspend).map_err(failed)?;
-            recover_cold(continue_interrupted(held, journal))
+            recover_cold(continue_interrupted(locked_vm, journal))
         }
     }
 }
@@ -130,7 +137,7 @@ pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<boo
         if matches!(status(&RunDir::new(&host.root, name)), Ok(Status::NeedsRecovery))
             && let Err(error) = recover(host, name, SilentQemuPolicy::default())
         {
-            tracing::warn!("{name}: {}", host::with_cause(&error));
+            tracing::warn!("{name}: {}", with_causes(&error));
         }
     }
     Ok(false)

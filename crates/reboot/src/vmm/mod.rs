@@ -9,6 +9,7 @@
 //! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists the journal entries of
 //! each step.
 
+mod batch;
 pub(crate) mod cold;
 mod preflight;
 pub(crate) mod recover;
@@ -17,15 +18,16 @@ mod verify;
 mod vm_generation_id;
 pub(crate) mod warm;
 
+pub use batch::{ReplacementPlan, VmOutcome, VmPlan, plan, reboot};
+pub(crate) use cold::ColdReboot;
+pub use verify::MemoryComparison;
+
 use crate::error::{Failure, Problem, RebootError};
-use rekindle_handover::{GuestStatus, Handover, OwnRunDir, Settled};
-use rekindle_kernel::sched::PriorityBoost;
-use rekindle_life::shutdown::{EndMethod, Ended};
+use rekindle_handover::{Handover, OwnRunDir, Settled};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::disks::RetainedCache;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
@@ -33,14 +35,14 @@ use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::lock;
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Entry, Recorder};
+use rekindle_vm::timeline::{Entry, Recorder, host_us};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Barrier, Condvar, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
+
+/// How long to wait for a checkpoint that holds the run-state lock.
+pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Method by which a QEMU is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +78,13 @@ pub struct ReplaceOptions {
     pub verify_memory: bool,
 }
 
+impl ReplaceOptions {
+    /// Returns the options of a replacement by the same binary, without a memory comparison.
+    pub(crate) fn same_qemu(how: RebootMethod) -> Self {
+        Self { how, qemu: None, rollback: false, verify_memory: false }
+    }
+}
+
 /// A QEMU as reports show it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct QemuInfo {
@@ -103,208 +112,31 @@ pub struct RebootReport {
     pub memory: Option<MemoryComparison>,
 }
 
-pub use verify::MemoryComparison;
-
-/// Result of a reboot for one VM.
-pub type VmOutcome = (String, Result<RebootReport, Failure>);
-
-/// Replaces the QEMUs of `names`, in parallel.
-///
-/// *Needs:* the VMs run; no other operation holds them; the new binary passes the preflight.
-/// *On success:* each guest runs in its destination QEMU; the source QEMU has ended.
-/// *On failure:* [`Failure::guest`] states the guest's status for each VM. The other VMs continue.
-///
-/// No guest is stopped before all destinations are prepared, so that guest-stopped time contains no preparation. With
-/// [`RebootMethod::Warm`], as many guests are handed over at a time as there are processors.
-#[must_use]
-pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
-    let batch = Batch { barrier: Barrier::new(names.len()), gate: HandoverGate::new(), binaries: Mutex::default() };
-    thread::scope(|scope| {
-        let workers: Vec<_> = names
-            .iter()
-            .map(|name| {
-                let batch = &batch;
-                (name, scope.spawn(move || reboot_one(host, name, options, batch)))
-            })
-            .collect();
-        workers
-            .into_iter()
-            .map(|(name, worker)| {
-                let outcome = worker.join().unwrap_or_else(|_| {
-                    let source = io::Error::other("the thread that rebooted this VM panicked");
-                    let error = RebootError::File { path: host.root.join(name), source };
-                    Err(Failure::new(GuestStatus::NeedsRecovery, error))
-                });
-                (name.clone(), outcome)
-            })
-            .collect()
-    })
-}
-
-/// The source QEMU of one VM, and the binary that would replace it.
-#[derive(Debug, Clone)]
-pub struct ReplacementPlan {
-    pub from: QemuInfo,
-    pub binary: PathBuf,
-    pub version: Version,
-}
-
-/// Returns, for each of `names`, the replacement that [`reboot`] would do or the error that prevents it. Changes
-/// nothing.
-#[must_use]
-pub fn plan(
-    host: &Host,
-    names: &[String],
-    options: &ReplaceOptions,
-) -> Vec<(String, Result<ReplacementPlan, RebootError>)> {
-    let batch = Batch { barrier: Barrier::new(1), gate: HandoverGate::new(), binaries: Mutex::default() };
-    let operation = format!("reboot vmm --how {} --dry-run", options.how);
-    let reboot_one = |name: &String| {
-        let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
-        let (version, pid) = (replacement.held.state.version.clone(), replacement.source_qemu.pid);
-        let from = QemuInfo { binary: replacement.source_qemu.binary.clone(), version, pid };
-        Ok(ReplacementPlan {
-            from,
-            binary: replacement.binary.path.clone(),
-            version: replacement.binary.version.clone(),
-        })
-    };
-    names.iter().map(|name| (name.clone(), reboot_one(name))).collect()
-}
-
-/// State shared by all VMs of one call of [`reboot`].
-struct Batch {
-    /// Delays every stop of a guest until all destinations are prepared.
-    barrier: Barrier,
-    gate: HandoverGate,
-    /// Probed binaries by path. Each binary is probed once.
-    binaries: Mutex<HashMap<PathBuf, Binary>>,
-}
-
-impl Batch {
-    fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
-        // Hold the lock during the probe: otherwise other threads would probe the same binary.
-        let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(binary) = binaries.get(path) {
-            return Ok(binary.clone());
-        }
-        let binary = Binary::probe_cached(path, &host.binaries())?;
-        binaries.insert(path.to_owned(), binary.clone());
-        Ok(binary)
-    }
-}
-
-/// Limits concurrent hand-overs to the number of processors. A hand-over is pure computation: with more at a time, each
-/// guest would be stopped for longer and no hand-over would finish sooner.
-struct HandoverGate {
-    free: Mutex<usize>,
-    freed: Condvar,
-}
-
-impl HandoverGate {
-    fn new() -> Self {
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        Self { free: Mutex::new(processors), freed: Condvar::new() }
-    }
-
-    fn pass<T>(&self, work: impl FnOnce() -> T) -> T {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
-        *free -= 1;
-        drop(free);
-        let done = work();
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.freed.notify_one();
-        done
-    }
-}
-
-/// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure: the others wait for it.
-fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
-    let operation = format!("reboot vmm --how {}", options.how);
-    let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))
-        .map_err(|error| Failure::new(GuestStatus::Unchanged, error));
-    match options.how {
-        RebootMethod::Warm => {
-            let prepared = replacement.and_then(warm::PreparedHandover::new);
-            batch.barrier.wait();
-            // Guests that already run again must not delay this hand-over. Without the privilege to raise its priority,
-            // they do; the hand-over then takes longer.
-            let mut boost = PriorityBoost::default();
-            let _ = boost.this_thread();
-            let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
-            drop(boost);
-            // Ending a source QEMU takes processor time, which guests that are still stopped need more.
-            batch.barrier.wait();
-            completed?.settle()
-        }
-        RebootMethod::Saved => {
-            batch.barrier.wait();
-            saved::reboot(replacement?)
-        }
-        RebootMethod::Cold => {
-            batch.barrier.wait();
-            cold::reboot(replacement?, Kind::VmmCold, EndMethod::Shutdown).map(|booted| booted.report)
-        }
-    }
-}
-
-/// Result of shutting a guest down and booting it.
-pub(crate) struct ColdReboot {
-    pub(crate) report: RebootReport,
-    /// `None` if no cache was retained.
-    pub(crate) retained: Option<RetainedCache>,
-    /// How the previous guest ended.
-    pub(crate) ended: Ended,
-}
-
-/// Ends the guest of VM `name` as `end` states and boots it, as an operation of `kind`. If `prevents` returns a
-/// problem, fails and changes nothing.
-pub(crate) fn reboot_cold(
-    host: &Host,
-    name: &str,
-    (operation, kind): (&str, Kind),
-    end: EndMethod,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<ColdReboot, Failure> {
-    cold::reboot(begin_cold_reboot(host, name, operation, prevents)?, kind, end)
-}
-
-/// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
-pub(crate) fn begin_cold_reboot(
-    host: &Host,
-    name: &str,
-    operation: &str,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<Replacement, Failure> {
-    let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
-    let replacement = begin(host, name, operation, &options, |path| Binary::probe_cached(path, &host.binaries()));
-    let replacement = replacement.and_then(|replacement| match prevents(&replacement.held.state) {
-        None => Ok(replacement),
-        Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
-    });
-    replacement.map_err(|error| Failure::new(GuestStatus::Unchanged, error))
-}
-
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
 pub(crate) struct Replacement {
     pub(crate) host: Host,
-    pub(crate) held: LockedVm,
+    pub(crate) locked_vm: LockedVm,
     pub(crate) source_qemu: Vmm,
     pub(crate) binary: Binary,
     pub(crate) options: ReplaceOptions,
     pub(crate) recorder: Recorder,
     /// `false` if the VM's owner has paused the guest: it stays paused.
     pub(crate) running: bool,
-    run_state: Option<lock::RunStateLock>,
+    /// Prevents other processes from stopping or resuming the guest.
+    run_state_lock: Option<lock::RunStateLock>,
 }
-
-/// How long to wait for a checkpoint that holds the run-state lock.
-pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Replacement {
     pub(crate) fn name(&self) -> &str {
-        self.held.rundir.name()
+        self.locked_vm.rundir.name()
+    }
+
+    fn source_info(&self) -> QemuInfo {
+        QemuInfo {
+            binary: self.source_qemu.binary.clone(),
+            version: self.locked_vm.state.version.clone(),
+            pid: self.source_qemu.pid,
+        }
     }
 
     /// Returns the report of a guest that was stopped at `stopped_host_us` and whose hand-over has been settled.
@@ -315,11 +147,7 @@ impl Replacement {
             stop_host_us: stopped_host_us,
             resume_host_us: settled.resumed_host_us,
             steps: settled.recorder.entries().to_vec(),
-            from: QemuInfo {
-                binary: self.source_qemu.binary.clone(),
-                version: self.held.state.version.clone(),
-                pid: self.source_qemu.pid,
-            },
+            from: self.source_info(),
             to: QemuInfo {
                 binary: settled.vmm.binary.clone(),
                 version: settled.state.version.clone(),
@@ -331,33 +159,34 @@ impl Replacement {
 
     /// Prevents other processes from stopping or resuming the guest until this replacement is dropped.
     pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
-        let lock = lock::RunStateLock::acquire(&self.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-        self.run_state = Some(lock);
+        let lock = lock::RunStateLock::acquire(&self.locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+        self.run_state_lock = Some(lock);
         Ok(())
     }
 
     /// Journals the operation. The returned hand-over has the recorder of this replacement and records all further
     /// steps.
     pub(crate) fn begin_handover(&mut self, kind: Kind) -> Result<Handover, RebootError> {
-        let rundir = self.held.rundir.clone();
+        let rundir = self.locked_vm.rundir.clone();
         let source = Some(self.source_qemu.clone());
-        let journal = Journal::open_for(&rundir, kind, source, self.held.state.generation + 1, self.running);
+        let journal = Journal::open_for(&rundir, kind, source, self.locked_vm.state.generation + 1, self.running);
         let journal = journal.map_err(self.file_error("operation.json"))?;
-        let recorder = std::mem::replace(&mut self.recorder, Recorder::new(self.held.rundir.name(), ""));
-        Ok(Handover { rundir, state: self.held.state.clone(), journal, recorder })
+        let recorder = std::mem::replace(&mut self.recorder, Recorder::new(self.locked_vm.rundir.name(), ""));
+        Ok(Handover { rundir, state: self.locked_vm.state.clone(), journal, recorder })
     }
 
     /// Returns the environment of the destination QEMU: the VM's own run directory.
     pub(crate) fn environment(&self) -> OwnRunDir<'_> {
-        OwnRunDir { rundir: &self.held.rundir, hardware: &self.held.state.hardware, binary: &self.binary }
+        OwnRunDir { rundir: &self.locked_vm.rundir, hardware: &self.locked_vm.state.hardware, binary: &self.binary }
     }
 
     pub(crate) fn file_error(&self, file: &str) -> impl Fn(io::Error) -> RebootError + use<> {
-        let path = self.held.rundir.file(file);
-        move |source| RebootError::File { path: path.clone(), source }
+        RebootError::file(&self.locked_vm.rundir.file(file))
     }
 }
 
+/// Begins a replacement: locks the VM, probes the destination's binary with `probe`, and runs the preflight. Stops
+/// nothing.
 pub(crate) fn begin(
     host: &Host,
     name: &str,
@@ -366,35 +195,53 @@ pub(crate) fn begin(
     probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
 ) -> Result<Replacement, RebootError> {
     let recorder = Recorder::new(name, operation);
-    let held = LockedVm::lock_after_phase_save(host, name, operation)?;
-    let source_qemu = held.vmm()?.clone();
-    held.refuse_attached("giving its guest to another QEMU")?;
-    if held.state.hardware.foreign.is_some() {
+    let locked_vm = LockedVm::lock_after_phase_save(host, name, operation)?;
+    let source_qemu = locked_vm.vmm()?.clone();
+    locked_vm.refuse_attached("giving its guest to another QEMU")?;
+    if locked_vm.state.hardware.foreign.is_some() {
         return Err(LifeError::Foreign { name: name.into() }.into());
     }
-    let path = match (&options.qemu, options.rollback) {
+    let binary_path = match (&options.qemu, options.rollback) {
         (Some(path), _) => path.clone(),
-        (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
+        (None, true) => {
+            locked_vm.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?
+        }
         (None, false) => source_qemu.binary.clone(),
     };
-    let binary = hardware::binary_for(&held.state.hardware, probe(&path)?, &host.binaries())?;
+    let binary = hardware::binary_for(&locked_vm.state.hardware, probe(&binary_path)?, &host.binaries())?;
     let options = options.clone();
     let mut replacement = Replacement {
         host: host.clone(),
-        held,
+        locked_vm,
         source_qemu,
         binary,
         options,
         recorder,
         running: true,
-        run_state: None,
+        run_state_lock: None,
     };
     replacement.running = preflight::check(&replacement)?;
     replacement.recorder.step("preflight");
     Ok(replacement)
 }
 
+/// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
+pub(crate) fn begin_cold_reboot(
+    host: &Host,
+    name: &str,
+    operation: &str,
+    find_problem: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Replacement, Failure> {
+    let options = ReplaceOptions::same_qemu(RebootMethod::Cold);
+    let replacement = begin(host, name, operation, &options, |path| Binary::probe_cached(path, &host.binaries()));
+    let replacement = replacement.and_then(|replacement| match find_problem(&replacement.locked_vm.state) {
+        None => Ok(replacement),
+        Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
+    });
+    replacement.map_err(Failure::unchanged)
+}
+
 /// Stops the guest if it is `running`. Returns the time of the stop, in µs since 1970; of this call if it is not.
 pub(crate) fn stop(qmp: &mut Qmp, running: bool) -> Result<u64, QmpError> {
-    if running { guest::stop(qmp) } else { Ok(rekindle_vm::timeline::host_us()) }
+    if running { guest::stop(qmp) } else { Ok(host_us()) }
 }

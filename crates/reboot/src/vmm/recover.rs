@@ -2,14 +2,13 @@
 
 use super::{saved, warm};
 use crate::error::RebootError;
-use crate::interrupted::{Recovered, of_generation};
+use crate::interrupted::{Recovered, live_qemu_of_generation};
 use rekindle_handover::boot::{PreviousCache, boot};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, SpawnedStage};
 use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::binary::Binary;
-use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
 use rekindle_vm::{network, ram};
@@ -20,9 +19,9 @@ use std::time::Duration;
 pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootError> {
     // The decision for the destination QEMU was journalled, so it may run the guest.
     if handover.journal.operation.step >= Step::Resume
-        && let Some((vmm, qmp)) = running_destination(&handover)?
+        && let Some(destination) = live_destination(&handover)?
     {
-        return finish(handover, Destination::adopt(vmm, qmp)?, Recovered::Finished);
+        return finish(handover, destination, Recovered::Finished);
     }
     handover.end_destination()?;
     if !handover.has_not_run() {
@@ -33,13 +32,13 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
             handover.return_to_source()?;
             Ok(Recovered::Undone)
         }
-        (None, Some(saved)) => resume_from(handover, &saved),
+        (None, Some(saved)) => resume_from_state(handover, &saved),
         (None, None) => boot_after_loss(handover, None),
     }
 }
 
 /// Loads the saved state into a new QEMU and resumes the guest.
-fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
+fn resume_from_state(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
     let hardware = handover.state.hardware.clone();
     // The guest has not run, and another QEMU is to load it. If this recovery is interrupted, the next one must not
     // assume that the new QEMU may run the guest.
@@ -64,13 +63,15 @@ fn with_either_binary<T>(
     load: impl Fn(&mut Handover, &Binary) -> Result<T, HandoverError>,
 ) -> Result<T, RebootError> {
     let binary_of = |vmm: Option<&Vmm>| vmm.map(|vmm| vmm.binary.clone());
-    let source = binary_of(handover.source()).unwrap_or_else(|| handover.state.definition.qemu.clone());
-    let destination = binary_of(handover.destination()).unwrap_or_else(|| source.clone());
-    let binary = handover.rundir.binary(&destination)?;
+    let source_binary = binary_of(handover.source()).unwrap_or_else(|| handover.state.definition.qemu.clone());
+    let destination_binary = binary_of(handover.destination()).unwrap_or_else(|| source_binary.clone());
+    let binary = handover.rundir.binary(&destination_binary)?;
     match load(handover, &binary) {
-        Err(error @ (HandoverError::DestinationFailed { .. } | HandoverError::Vmm(_))) if destination != source => {
-            tracing::warn!("{error}; trying {}", source.display());
-            let binary = handover.rundir.binary(&source)?;
+        Err(error @ (HandoverError::DestinationFailed { .. } | HandoverError::Vmm(_)))
+            if destination_binary != source_binary =>
+        {
+            tracing::warn!("{error}; trying {}", source_binary.display());
+            let binary = handover.rundir.binary(&source_binary)?;
             Ok(load(handover, &binary)?)
         }
         loaded => Ok(loaded?),
@@ -81,10 +82,10 @@ fn with_either_binary<T>(
 pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError> {
     let is_lost = handover.journal.operation.lost;
     if handover.journal.operation.step >= Step::Resume
-        && let Some((vmm, qmp)) = running_destination(&handover)?
+        && let Some(destination) = live_destination(&handover)?
     {
         let recovered = if is_lost { Recovered::Booted } else { Recovered::Started };
-        return finish(handover, Destination::adopt(vmm, qmp)?, recovered);
+        return finish(handover, destination, recovered);
     }
     handover.end_destination()?;
     if is_lost {
@@ -106,14 +107,13 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
     boot_after_shutdown(handover, None)
 }
 
-/// Returns the destination QEMU and a connection to it. `None` if that QEMU has ended.
-fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, RebootError> {
-    let Some(vmm) = of_generation(&handover.rundir, &handover.state, handover.journal.operation.generation)? else {
-        return Ok(None);
-    };
+/// Returns the destination QEMU, connected. `None` if that QEMU has ended.
+fn live_destination(handover: &Handover) -> Result<Option<Destination<SpawnedStage>>, RebootError> {
+    let generation = handover.journal.operation.generation;
+    let Some(vmm) = live_qemu_of_generation(&handover.rundir, &handover.state, generation)? else { return Ok(None) };
     let has_ended = |vmm: &Vmm| vmm.process().wait_end(Duration::ZERO).map_err(handover.file_error("qemu"));
     match vmm.connect(vmm::START_TIMEOUT) {
-        Ok(qmp) => Ok(Some((vmm, qmp))),
+        Ok(qmp) => Ok(Some(Destination::adopt(vmm, qmp)?)),
         Err(_) if has_ended(&vmm)? => Ok(None),
         Err(_) => {
             Err(HandoverError::Silent { name: handover.name().into(), pid: vmm.pid, waited: vmm::START_TIMEOUT }.into())

@@ -7,7 +7,7 @@ use rekindle_handover::destination::end_failed_load;
 use rekindle_handover::ram::SavedRam;
 use rekindle_handover::saved_state::{open_with_ram, save_with_ram};
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, GuestStatus, Handover, HandoverError, LoadedStage, OwnRunDir};
+use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, OwnRunDir};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm;
@@ -20,16 +20,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Returns the path of this VM's saved state.
-pub(crate) fn path(replacement: &Replacement) -> PathBuf {
-    saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
+pub(crate) fn state_path(replacement: &Replacement) -> PathBuf {
+    saved_path(&replacement.host, &replacement.locked_vm.rundir, &replacement.locked_vm.state.definition)
 }
 
 /// Replaces the QEMU through a saved state on disk.
 pub(crate) fn reboot(mut replacement: Replacement) -> Result<RebootReport, Failure> {
-    let handover = replacement.begin_handover(Kind::VmmSaved);
-    let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
-    let path = path(&replacement);
-    let (stopped_host_us, saved) = match suspend(&mut replacement, &mut handover, &path) {
+    let mut handover = replacement.begin_handover(Kind::VmmSaved).map_err(Failure::unchanged)?;
+    let path = state_path(&replacement);
+    let suspended = match suspend(&mut replacement, &mut handover, &path) {
         Ok(suspended) => suspended,
         Err(error) => {
             let _ = fs::remove_file(&path);
@@ -38,16 +37,18 @@ pub(crate) fn reboot(mut replacement: Replacement) -> Result<RebootReport, Failu
             return Err(Failure::new(guest, error));
         }
     };
-    resume(&replacement, handover, stopped_host_us, &saved)
-        .map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error))
+    resume(&replacement, handover, &suspended).map_err(Failure::needs_recovery)
+}
+
+/// A guest that is stopped in the source QEMU, and whose state is on disk.
+struct SuspendedGuest {
+    saved: SavedState,
+    /// When the guest was stopped: microseconds since 1970.
+    stopped_host_us: u64,
 }
 
 /// Stops the guest and writes its whole state to disk. The source QEMU stays, with the guest stopped.
-fn suspend(
-    replacement: &mut Replacement,
-    handover: &mut Handover,
-    path: &Path,
-) -> Result<(u64, SavedState), RebootError> {
+fn suspend(replacement: &mut Replacement, handover: &mut Handover, path: &Path) -> Result<SuspendedGuest, RebootError> {
     let mut qmp = replacement.source_qemu.connect(vmm::START_TIMEOUT)?;
     handover.recorder.step("connect");
     replacement.hold_run_state()?;
@@ -62,28 +63,27 @@ fn suspend(
     handover.journal.operation.saved = Some(saved.clone());
     handover.advance(Step::Saved)?;
     handover.pass("saved.suspend.saved");
-    Ok((stopped_host_us, saved))
+    Ok(SuspendedGuest { saved, stopped_host_us })
 }
 
 /// Resumes the guest from the state on disk. Ends the source QEMU first, to free its RAM for the destination.
 fn resume(
     replacement: &Replacement,
     mut handover: Handover,
-    stopped_host_us: u64,
-    saved: &SavedState,
+    suspended: &SuspendedGuest,
 ) -> Result<RebootReport, RebootError> {
-    let hardware = &replacement.held.state.hardware;
+    let hardware = &replacement.locked_vm.state.hardware;
     handover.recorder.phase(Phase::Renew);
     replacement.source_qemu.kill().map_err(replacement.file_error("qemu"))?;
     handover.pass("saved.renew.old-gone");
     handover.recorder.step("end the old QEMU");
     let taps = network::reopen(hardware)?;
-    let loaded = load(&mut handover, hardware, &replacement.binary, saved, taps)?;
+    let loaded = load(&mut handover, hardware, &replacement.binary, &suspended.saved, taps)?;
     handover.recorder.step("load from disk");
     let running = loaded.commit(&mut handover, "resume")?;
     let settled = running.settle(handover, "record")?;
-    settled.recorder.write(&replacement.held.rundir);
-    Ok(replacement.report(&settled, stopped_host_us))
+    settled.recorder.write(&replacement.locked_vm.rundir);
+    Ok(replacement.report(&settled, suspended.stopped_host_us))
 }
 
 /// Starts a destination QEMU with new RAM and loads a saved state that includes the guest's RAM. No other QEMU may use

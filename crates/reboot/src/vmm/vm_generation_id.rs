@@ -20,7 +20,7 @@ pub(crate) struct VmGenerationId {
     ram: File,
     process: Process,
     /// Address in `process` at which the RAM file is mapped.
-    mapped: u64,
+    mapping_start: u64,
 }
 
 impl VmGenerationId {
@@ -31,9 +31,9 @@ impl VmGenerationId {
     /// Errors of reading the process's mappings and of opening the RAM file.
     pub(crate) fn new(hardware: &Hardware, process: Process) -> io::Result<Option<Self>> {
         let Some(id) = hardware.vm_generation else { return Ok(None) };
-        let Some(mapped) = maps::range_of_file(process, &hardware.ram.path)? else { return Ok(None) };
+        let Some(mapping) = maps::range_of_file(process, &hardware.ram.path)? else { return Ok(None) };
         let ram = File::open(&hardware.ram.path)?;
-        Ok(Some(Self { bytes: id.to_bytes_le(), ram, process, mapped: mapped.start }))
+        Ok(Some(Self { bytes: id.to_bytes_le(), ram, process, mapping_start: mapping.start }))
     }
 
     /// Writes the ID to the address that the device state `devices` names, if the RAM already holds the same ID at that
@@ -43,14 +43,18 @@ impl VmGenerationId {
     /// which is safe.
     pub(crate) fn write(&self, devices: &[u8]) {
         let Some(address) = stream::generation_address(devices) else { return };
-        let mut there = [0; 16];
-        // Main RAM starts at guest address 0, so below 4 GiB the file offset equals the guest address.
-        let read = self.ram.read_exact_at(&mut there, address);
-        let place = self.mapped.wrapping_add(address);
-        let written =
-            read.and_then(|()| if there == self.bytes { memory::write(self.process, place, &there) } else { Ok(()) });
-        if let Err(e) = written {
+        if let Err(e) = self.write_at(address) {
             tracing::debug!("cannot write the VM generation ID at {address:#x}: {e}");
         }
+    }
+    /// Writes the ID to a guest address, if the RAM already holds it there.
+    fn write_at(&self, address: u64) -> io::Result<()> {
+        let mut current = [0; 16];
+        // Main RAM starts at guest address 0, so below 4 GiB the file offset equals the guest address.
+        self.ram.read_exact_at(&mut current, address)?;
+        if current != self.bytes {
+            return Ok(());
+        }
+        memory::write(self.process, self.mapping_start.wrapping_add(address), &self.bytes)
     }
 }

@@ -10,13 +10,13 @@ use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
-use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT, end_failed_load};
+use rekindle_handover::destination::{STAGED_RESUME_TIMEOUT, end_failed_load};
 use rekindle_handover::ram::SharedRam;
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink};
 use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
-    Destination, GuestStatus, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
+    Destination, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
 };
 use rekindle_kernel::heap;
 use rekindle_kernel::inject::Injector;
@@ -27,7 +27,7 @@ use rekindle_memory::digest;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::ramblock;
+use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_qemu::stream;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::disks;
@@ -53,13 +53,13 @@ pub(crate) struct PreparedHandover {
 struct HandoverParts {
     source_qmp: Qmp,
     destination: Destination<PreparedStage<SharedRam>>,
-    state: SourceState,
+    source_state: SourceState,
     /// File that receives a copy of everything that is sent to the destination.
     stream: StreamWriter,
     /// Injects system calls into the destination QEMU.
     injector: Injector,
-    generation: Option<VmGenerationId>,
-    resume: ResumeTime,
+    vm_generation_id: Option<VmGenerationId>,
+    resume_time: ResumeTime,
 }
 
 /// Moment at which the destination QEMU gets the command that resumes the guest.
@@ -75,11 +75,10 @@ impl PreparedHandover {
     ///
     /// *On failure:* the destination QEMU has ended, and the guest runs in the source as before.
     pub(crate) fn new(mut replacement: Replacement) -> Result<Self, Failure> {
-        let handover = replacement.begin_handover(Kind::VmmWarm);
-        let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
+        let mut handover = replacement.begin_handover(Kind::VmmWarm).map_err(Failure::unchanged)?;
         handover.pass("warm.prepare.journalled");
         match prepare_destination(&replacement, &mut handover) {
-            Ok((taps, parts)) => Ok(Self { replacement, handover, taps, parts }),
+            Ok(PreparedParts { taps, parts }) => Ok(Self { replacement, handover, taps, parts }),
             Err(error) => {
                 let error = with_log(&handover, "prepare", error);
                 let (guest, error) = handover.abandon(error);
@@ -134,9 +133,9 @@ impl CompletedHandover {
     pub(crate) fn settle(self) -> Result<RebootReport, Failure> {
         let Self { replacement, handover, running, mut taps, times, .. } = self;
         let settled = running.settle(handover, "end the old QEMU");
-        let settled = settled.map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error.into()))?;
+        let settled = settled.map_err(Failure::needs_recovery)?;
         taps.send_again(times.stopped_host_us);
-        settled.recorder.write(&replacement.held.rundir);
+        settled.recorder.write(&replacement.locked_vm.rundir);
         let report = replacement.report(&settled, times.stopped_host_us);
         Ok(RebootReport { memory: times.memory, ..report })
     }
@@ -153,13 +152,16 @@ fn with_log(handover: &Handover, doing: &'static str, error: RebootError) -> Reb
     }
 }
 
+/// Result of [`prepare_destination`].
+struct PreparedParts {
+    taps: TapTakeover,
+    parts: HandoverParts,
+}
+
 /// Prepares the hand-over as far as possible while the source QEMU runs the guest: starts the destination, compares it
 /// with the source, and loads the memory that it cannot map.
-fn prepare_destination(
-    replacement: &Replacement,
-    handover: &mut Handover,
-) -> Result<(TapTakeover, HandoverParts), RebootError> {
-    let hardware = &replacement.held.state.hardware;
+fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Result<PreparedParts, RebootError> {
+    let hardware = &replacement.locked_vm.state.hardware;
     let source_qemu = &replacement.source_qemu;
     disks::start(&handover.rundir, hardware).map_err(LifeError::from)?;
     let (start_taps, mut taps) = TapTakeover::prepare(hardware, source_qemu.process())?;
@@ -168,41 +170,48 @@ fn prepare_destination(
     handover.recorder.step("start the new QEMU");
 
     let mut source_qmp = source_qemu.connect(vmm::START_TIMEOUT)?;
-    let mut problems = compare_cpus(&mut source_qmp, &mut destination.qmp)?;
-    let source_blocks = ramblock::list(&mut source_qmp)?;
-    problems.extend(compare_blocks(&source_blocks, &ramblock::list(&mut destination.qmp)?));
-    if !problems.is_empty() {
-        return Err(RebootError::Preflight { name: handover.name().into(), problems });
-    }
+    let source_blocks = compare_qemus(handover.name(), &mut source_qmp, &mut destination.qmp)?;
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
     let mut stream = StreamWriter::begin(&handover.rundir)?;
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
-    let mut state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
-    state.stage()?;
+    let mut source_state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
+    source_state.stage()?;
     // With a memory comparison, the destination gets further commands before the one that resumes the guest.
-    let is_early = state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
-    let resume = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
-    if resume == ResumeTime::DuringLoad {
-        destination.stage_resume()?;
-    } else {
-        destination.qmp.drop_events();
+    let is_early = source_state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
+    let resume_time = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
+    match resume_time {
+        ResumeTime::DuringLoad => destination.stage_resume()?,
+        ResumeTime::AfterLoad => destination.qmp.drop_events(),
     }
     handover.recorder.step("send ahead");
     handover.pass("warm.prepare.ready");
     let process = destination.vmm.process();
-    let untraceable = |source| RebootError::File { path: format!("/proc/{}/maps", process.pid).into(), source };
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/maps", process.pid)));
     let injector = Injector::new(process).map_err(|e| untraceable(e.into()))?;
     // QEMU has returned the freed pages of its heap to the kernel. Each of them would cost a page fault during the
     // load.
     if let Err(e) = heap::populate(injector) {
         tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
     }
-    let generation = match resume {
+    let vm_generation_id = match resume_time {
         // The decision is journalled during the load.
         ResumeTime::DuringLoad => VmGenerationId::new(hardware, process).map_err(untraceable)?,
         ResumeTime::AfterLoad => None,
     };
-    Ok((taps, HandoverParts { source_qmp, destination, state, stream, injector, generation, resume }))
+    let parts =
+        HandoverParts { source_qmp, destination, source_state, stream, injector, vm_generation_id, resume_time };
+    Ok(PreparedParts { taps, parts })
+}
+
+/// Rejects a destination QEMU that is a different machine. Returns the RAM blocks of the source.
+fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<RamBlock>, RebootError> {
+    let mut problems = compare_cpus(source, destination)?;
+    let source_blocks = ramblock::list(source)?;
+    problems.extend(compare_blocks(&source_blocks, &ramblock::list(destination)?));
+    if problems.is_empty() {
+        return Ok(source_blocks);
+    }
+    Err(RebootError::Preflight { name: name.into(), problems })
 }
 
 /// Raises the priority of the threads that the stopped guest waits for.
@@ -228,46 +237,57 @@ fn transfer_guest(
     taps: &TapTakeover,
     parts: HandoverParts,
 ) -> Result<TransferredGuest, RebootError> {
-    let HandoverParts { mut source_qmp, mut destination, mut state, mut stream, injector, generation, resume } = parts;
-    let hardware = replacement.held.state.hardware.clone();
+    let HandoverParts {
+        mut source_qmp,
+        mut destination,
+        mut source_state,
+        mut stream,
+        injector,
+        vm_generation_id,
+        resume_time,
+    } = parts;
+    let hardware = replacement.locked_vm.state.hardware.clone();
     let stopped_host_us = stop_guest(replacement, handover, &mut source_qmp)?;
-    let digests_before = match replacement.options.verify_memory {
+    let ram_digests = match replacement.options.verify_memory {
         true => Some(digest_ram(handover, &hardware.ram.path)?),
         false => None,
     };
     // The source computes its state in the meantime.
-    state.begin(&mut source_qmp)?;
+    source_state.begin(&mut source_qmp)?;
     // No QEMU runs the guest, so the destination may get the taps. It gets them now, while it is idle; during the load
     // it is busy.
     taps.give(&hardware, injector)?;
     handover.pass("warm.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
-    let small_blocks = state.send_blocks(&mut sink)?;
+    let small_blocks = source_state.send_blocks(&mut sink)?;
     handover.recorder.step("read blocks");
-    let devices = state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    let devices = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
     let loading = destination.finish_feed();
-    if let Some(generation) = generation {
-        generation.write(&devices.bytes);
+    if let Some(vm_generation_id) = vm_generation_id {
+        vm_generation_id.write(&devices.bytes);
     }
     handover.recorder.step("save devices");
     handover.pass("warm.suspend.saved");
     // While the destination loads, make the state durable, in case both QEMUs die.
-    stream.write(&devices.bytes)?;
-    let saved = stream.finish()?;
-    handover.journal.operation.saved = Some(saved.clone());
-    handover.advance(Step::Saved)?;
-    handover.recorder.step("keep the state");
-    handover.pass("warm.suspend.written");
+    let saved = keep_state(handover, stream, &devices.bytes)?;
 
-    let (loaded, memory) = match resume {
+    let mut memory = None;
+    let loaded = match resume_time {
         // The destination has received everything, so the decision can be made while it still loads.
-        ResumeTime::DuringLoad => (loading.resume_when_loaded(), None),
+        ResumeTime::DuringLoad => loading.resume_when_loaded(),
         ResumeTime::AfterLoad => {
-            let before = digests_before.map(|pages| (pages, small_blocks));
-            wait_and_compare(handover, loading, before, &saved, &hardware.ram.path)?
+            handover.recorder.phase(Phase::Renew);
+            let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
+            handover.recorder.step("load");
+            if let Some(ram_digests) = ram_digests {
+                let before = digest_source(handover.name(), ram_digests, small_blocks, &saved)?;
+                memory = Some(before.compare(&digest_destination(&mut loaded, &hardware.ram.path)?));
+                handover.recorder.step("compare memory");
+            }
+            loaded
         }
     };
-    let step = if resume == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
+    let step = if resume_time == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
     let running = loaded.commit(handover, step)?;
     Ok(TransferredGuest { running, times: StopTimes { stopped_host_us, memory } })
 }
@@ -292,35 +312,45 @@ fn stop_guest(
 }
 
 fn digest_ram(handover: &mut Handover, ram: &Path) -> Result<Vec<u64>, RebootError> {
-    let digests = digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })?;
+    let digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
     handover.recorder.step("digest memory");
     Ok(digests)
 }
 
-/// Waits for the load. Compares the memory if `before` has the digests of the RAM's pages and the small blocks from
-/// before the load.
-fn wait_and_compare(
-    handover: &mut Handover,
-    loading: Loading<SharedRam>,
-    before: Option<(Vec<u64>, Option<CarriedBlocks>)>,
+/// Makes the state of the stopped guest durable and journals it.
+fn keep_state(handover: &mut Handover, mut stream: StreamWriter, devices: &[u8]) -> Result<SavedState, RebootError> {
+    stream.write(devices)?;
+    let saved = stream.finish()?;
+    handover.journal.operation.saved = Some(saved.clone());
+    handover.advance(Step::Saved)?;
+    handover.recorder.step("keep the state");
+    handover.pass("warm.suspend.written");
+    Ok(saved)
+}
+
+/// Combines the digests of the source's RAM with those of its small blocks, as they were read or else as they were
+/// `saved`.
+fn digest_source(
+    name: &str,
+    ram_digests: Vec<u64>,
+    small_blocks: Option<CarriedBlocks>,
     saved: &SavedState,
-    ram: &Path,
-) -> Result<(Destination<LoadedStage<SharedRam>>, Option<MemoryComparison>), RebootError> {
-    handover.recorder.phase(Phase::Renew);
-    let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
-    handover.recorder.step("load");
-    let Some((pages, small_blocks)) = before else { return Ok((loaded, None)) };
+) -> Result<MemoryDigests, HandoverError> {
     let small_blocks = match small_blocks {
         Some(blocks) => Some(blocks),
-        None => stream::ram_blocks(&read_stream(handover.name(), saved)?).ok().map(CarriedBlocks::from_stream),
+        None => stream::ram_blocks(&read_stream(name, saved)?).ok().map(CarriedBlocks::from_stream),
     };
-    let before = MemoryDigests::new(pages, small_blocks.as_ref());
-    let table = ramblock::list(&mut loaded.qmp)?;
-    let small_blocks = CarriedBlocks::read(loaded.vmm.process(), &table).ok();
-    let pages = digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })?;
-    let memory = before.compare(&MemoryDigests::new(pages, small_blocks.as_ref()));
-    handover.recorder.step("compare memory");
-    Ok((loaded, Some(memory)))
+    Ok(MemoryDigests::new(ram_digests, small_blocks.as_ref()))
+}
+
+fn digest_destination(
+    loaded: &mut Destination<LoadedStage<SharedRam>>,
+    ram: &Path,
+) -> Result<MemoryDigests, RebootError> {
+    let blocks = ramblock::list(&mut loaded.qmp)?;
+    let small_blocks = CarriedBlocks::read(loaded.vmm.process(), &blocks).ok();
+    let ram_digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
+    Ok(MemoryDigests::new(ram_digests, small_blocks.as_ref()))
 }
 
 /// Starts a destination QEMU and loads a saved stream into it. The RAM file must be in place, and no other QEMU may run
@@ -348,23 +378,28 @@ fn fail(replacement: &Replacement, handover: Handover, destination_qemu: &Vmm, e
     if handover.journal.operation.step >= Step::Resume {
         let log = log_tail(&destination_qemu.directory(), 10);
         let is_silent = matches!(&error, RebootError::Handover(error) if error.is_silence());
-        if is_silent && destination_qemu.is_alive() {
-            // The destination may run the guest. Once its threads are stopped, the RAM file shows whether it has.
-            let process = destination_qemu.process();
-            if !process.stop_fully(STOP_TIMEOUT).is_ok_and(|stopped| stopped && handover.has_not_run()) {
-                let _ = process.resume();
-                tracing::warn!("{name}: {error}");
-                let (pid, waited) = (destination_qemu.pid, STAGED_RESUME_TIMEOUT);
-                let error = HandoverError::Silent { name: name.into(), pid, waited };
-                return Failure::new(GuestStatus::NeedsRecovery, error.into());
-            }
+        if is_silent && destination_qemu.is_alive() && !stop_unstarted(&handover, destination_qemu) {
+            tracing::warn!("{name}: {error}");
+            let (pid, waited) = (destination_qemu.pid, STAGED_RESUME_TIMEOUT);
+            return Failure::needs_recovery(HandoverError::Silent { name: name.into(), pid, waited });
         }
-        let ended = destination_qemu.kill();
-        if ended.is_err() || !handover.has_not_run() {
-            let error = HandoverError::DiedRunning { name: name.into(), log };
-            return Failure::new(GuestStatus::NeedsRecovery, error.into());
+        let is_killed = destination_qemu.kill().is_ok();
+        if !is_killed || !handover.has_not_run() {
+            return Failure::needs_recovery(HandoverError::DiedRunning { name: name.into(), log });
         }
     }
     let (guest, error) = handover.abandon(error);
     Failure::new(guest, error)
+}
+
+/// Stops the threads of a silent destination QEMU: from then on the RAM file shows whether it has run the guest.
+/// Returns
+/// `true` if it has not. Otherwise lets it continue, because it may run the guest.
+fn stop_unstarted(handover: &Handover, destination_qemu: &Vmm) -> bool {
+    let process = destination_qemu.process();
+    if process.stop_fully(STOP_TIMEOUT).is_ok_and(|is_stopped| is_stopped && handover.has_not_run()) {
+        return true;
+    }
+    let _ = process.resume();
+    false
 }

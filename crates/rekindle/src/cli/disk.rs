@@ -1,4 +1,4 @@
-//! `rekindle disk`: the server of a guest's disk.
+//! Arguments of `rekindle disk`: the server of a guest's disk.
 
 use clap::{Args, Subcommand};
 use rekindle_vm::definition::{Bytes, Span};
@@ -8,8 +8,8 @@ use std::path::PathBuf;
 pub enum Disk {
     /// Serve a raw image or a block device to a QEMU over vhost-user.
     ///
-    /// Options for QEMU: -chardev socket,id=d,path=SOCKET,reconnect-ms=100 (before QEMU 9.2: reconnect=1) -device vhost-user-blk-pci,chardev=d,
-    /// and shared memory (memory-backend-file or memory-backend-memfd with share=on).
+    /// Options for QEMU: -chardev socket,id=d,path=SOCKET,reconnect-ms=100 (before QEMU 9.2: reconnect=1) -device
+    /// vhost-user-blk-pci,chardev=d, and shared memory (memory-backend-file or memory-backend-memfd with share=on).
     ///
     /// Needs: an image that no other process has open; io_uring.
     ///
@@ -110,7 +110,8 @@ pub struct DiskServe {
     pub wait: bool,
     #[command(flatten)]
     pub rate: DiskRate,
-    /// The directory for the redo log of this disk only: empty or missing [default: IMAGE.redo; a block device has none].
+    /// The directory for the redo log of this disk only: empty or missing [default: IMAGE.redo; a block device has
+    /// none].
     #[arg(long, value_name = "DIR")]
     pub redo: Option<PathBuf>,
     /// Maximum size of its redo log [default: a quarter of the disk, at least 4G].

@@ -1,7 +1,7 @@
-//! `rekindle host` and `rekindle reboot host`.
+//! Arguments of `rekindle host`: suspending and resuming guests, and preparing the host for reboots.
 
 use super::RebootMethod;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use rekindle_vm::definition::{Bytes, Name};
 
 #[derive(Debug, Subcommand)]
@@ -10,7 +10,8 @@ pub enum Host {
     ///
     /// Needs: root for --write; systemd, kexec-tools; a kernel with legacy persistent memory, DAX and kexec.
     ///
-    /// On success: without --write, the steps are printed; with it, they are done. The command can be repeated at any time.
+    /// On success: without --write, the steps are printed; with it, they are done. The command can be repeated at any
+    /// time.
     ///
     /// On failure: the error names the obstacle; steps that were done are kept, and the same command continues.
     #[command(after_help = "\
@@ -81,28 +82,4 @@ pub struct HostSuspend {
     /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct RebootHost {
-    /// Where guests' RAM is kept.
-    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
-    pub how: RebootMethod,
-    /// What to do with VMs that cannot be kept in this way.
-    #[arg(long, value_enum, default_value_t = Others::Refuse)]
-    pub others: Others,
-    /// Only show what would be done to each VM; change nothing.
-    #[arg(long)]
-    pub dry_run: bool,
-}
-
-/// What to do with VMs for which the chosen method is not possible.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Others {
-    /// Do not reboot the host.
-    Refuse,
-    /// Save their RAM to disk.
-    Saved,
-    /// Shut them down, and boot them again.
-    Cold,
 }

@@ -1,4 +1,5 @@
-//! Commands and flags, declared once: help, completions and man pages come from here. Each group of commands has a file.
+//! Commands and flags, declared once: help, completions and man pages come from here. Each group of commands has a
+//! file.
 
 mod disk;
 mod host;
@@ -11,11 +12,11 @@ mod tools;
 mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
-pub use host::{Host, HostInit, HostSuspend, Others, RebootHost};
-pub use moving::{Far, Move};
+pub use host::{Host, HostInit, HostSuspend};
+pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{DiskRule, Pager, Protect, Restore};
-pub use reboot::{EndOs, OsMethod, Reboot, RebootMethod, RebootOs, RebootVmm};
+pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
@@ -37,8 +38,9 @@ pub struct Cli {
 const EXIT_STATUS: &str = "\
 Exit status: 0 done; 1 failed, the guest is unchanged; 2 wrong usage; 3 failed, the guest needs `rekindle recover`.";
 
-/// Names that other programs use for our commands. Without this list the suggestion would be a command that is only spelled alike.
-const ELSEWHERE: &[(&[&str], &str)] = &[
+/// Names that other programs use for our commands, each group with our name. Without this list the suggestion would be
+/// a command that is only spelled alike.
+const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["start", "boot", "create", "launch"], "run"),
     (&["list", "ps", "status"], "ls"),
     (&["info", "inspect", "dumpxml"], "show"),
@@ -55,12 +57,12 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
 /// Reads the command line. Exits if it is wrong or requests help.
 pub fn parse() -> Cli {
     Cli::try_parse().unwrap_or_else(|mut error| {
-        let first = std::env::args().skip(1).find(|word| !word.starts_with('-'));
-        let wrong = match error.get(ContextKind::InvalidSubcommand) {
-            Some(ContextValue::String(wrong)) if first.as_ref() == Some(wrong) => wrong.as_str(),
+        let first_word = std::env::args().skip(1).find(|word| !word.starts_with('-'));
+        let unknown = match error.get(ContextKind::InvalidSubcommand) {
+            Some(ContextValue::String(unknown)) if first_word.as_ref() == Some(unknown) => unknown.as_str(),
             _ => error.exit(),
         };
-        if let Some((_, ours)) = ELSEWHERE.iter().find(|(words, _)| words.contains(&wrong)) {
+        if let Some((_, ours)) = FOREIGN_NAMES.iter().find(|(names, _)| names.contains(&unknown)) {
             error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*ours).to_owned()]));
         }
         error.exit()
@@ -71,8 +73,8 @@ pub fn parse() -> Cli {
 pub enum Command {
     /// Start a VM from its definition.
     ///
-    /// Needs: the files that the definition names; room for its RAM; root for taps; if a failure has left a disk with a redo log,
-    /// --newest-disk (or `rekindle restore` instead).
+    /// Needs: the files that the definition names; room for its RAM; root for taps; if a failure has left a disk with a
+    /// redo log, --newest-disk (or `rekindle restore` instead).
     ///
     /// On success: the guest boots in a QEMU that does not depend on this command.
     ///
@@ -146,7 +148,8 @@ Example:
     ///
     /// On success: exactly one QEMU runs the guest; the output states whether its memory was kept.
     ///
-    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The command can be repeated.
+    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The
+    /// command can be repeated.
     #[command(after_help = "\
 Examples:
   rekindle recover web
@@ -158,8 +161,8 @@ Examples:
     ///
     /// On success: the store holds the newest checkpoint; the guest continues to run.
     ///
-    /// On failure: the guest continues to run; the store holds what was committed before. Only if the guest was restored from that store, or
-    /// booted with it, on another host since then, it is ended here.
+    /// On failure: the guest continues to run; the store holds what was committed before. Only if the guest was
+    /// restored from that store, or booted with it, on another host since then, it is ended here.
     #[command(after_help = "\
 Examples:
   rekindle protect web --store /srv/checkpoints/web
@@ -169,7 +172,8 @@ Examples:
     ///
     /// Needs: the VM runs; no protector that takes checkpoints of it.
     ///
-    /// On success: its network works without delay. A fail-over to its last checkpoint can undo what its clients see from now on.
+    /// On success: its network works without delay. A fail-over to its last checkpoint can undo what its clients see
+    /// from now on.
     ///
     /// On failure: the output is still held.
     #[command(after_help = "\
@@ -180,11 +184,11 @@ Example:
     ///
     /// Needs: the store; room for the guest's RAM; no running VM of that name; a QEMU that supports its machine type.
     ///
-    /// On success: the guest runs, and a pager loads the rest of its memory. With --prepare: a QEMU waits with empty RAM, and the store is
-    /// unchanged.
+    /// On success: the guest runs, and a pager loads the rest of its memory. With --prepare: a QEMU waits with empty
+    /// RAM, and the store is unchanged.
     ///
-    /// On failure: nothing is left behind; the checkpoint is unchanged. A prepared QEMU still waits, unless it had already loaded the
-    /// guest's state.
+    /// On failure: nothing is left behind; the checkpoint is unchanged. A prepared QEMU still waits, unless it had
+    /// already loaded the guest's state.
     #[command(after_help = "\
 Examples:
   rekindle restore web --store /srv/checkpoints/web
@@ -194,11 +198,13 @@ Examples:
     ///
     /// Both hosts reach the same store and disk images. The guest's memory is loaded on demand on the other host.
     ///
-    /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle there.
+    /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle
+    /// there.
     ///
     /// On success: the guest runs there; nothing of it is left here.
     ///
-    /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the guest.
+    /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the
+    /// guest.
     #[command(after_help = "\
 Examples:
   rekindle move web --to host2 --store /srv/checkpoints/web --dry-run
@@ -227,7 +233,8 @@ Example:
     /// On failure: later phases are not saved; the guest continues to boot.
     #[command(hide = true)]
     Phases(NameOnly),
-    /// Restart helpers of a VM that die, rotate its logs, and boot its guest when it reboots or panics, until the VM is stopped.
+    /// Restart helpers of a VM that die, rotate its logs, and boot its guest when it reboots or panics, until the VM is
+    /// stopped.
     ///
     /// Needs: a VM. `rekindle run`, `restore`, `reboot` and `recover` start this.
     ///
@@ -283,18 +290,20 @@ mod tests {
     use super::Cli;
     use clap::{Command, CommandFactory};
 
-    fn commands(command: &Command, path: &str, check: &mut dyn FnMut(&Command, &str)) {
-        for below in command.get_subcommands().filter(|below| !below.is_hide_set() && below.get_name() != "help") {
-            let path = format!("{path} {}", below.get_name());
-            check(below, &path);
-            commands(below, &path, check);
+    /// Calls `check` for each visible command below `command`, with its path, such as `rekindle store ls`.
+    fn for_each_command(command: &Command, path: &str, check: &mut dyn FnMut(&Command, &str)) {
+        let visible = |command: &&Command| !command.is_hide_set() && command.get_name() != "help";
+        for subcommand in command.get_subcommands().filter(visible) {
+            let path = format!("{path} {}", subcommand.get_name());
+            check(subcommand, &path);
+            for_each_command(subcommand, &path, check);
         }
     }
 
     #[test]
     fn the_help_of_each_command_has_a_summary_and_examples_that_parse() {
-        let mut examined = 0;
-        commands(&Cli::command(), "rekindle", &mut |command, path| {
+        let mut examples = 0;
+        for_each_command(&Cli::command(), "rekindle", &mut |command, path| {
             let summary = command.get_about().map(ToString::to_string).unwrap_or_default();
             assert!(summary.starts_with(char::is_uppercase) && !summary.ends_with('.'), "{path}: {summary}");
             if command.has_subcommands() {
@@ -304,14 +313,14 @@ mod tests {
             let lines: Vec<_> = help.lines().filter_map(|line| line.strip_prefix("  ")).collect();
             assert!(help.starts_with("Example") && !lines.is_empty(), "{path}: no example in {help:?}");
             for line in lines {
-                let ours = line.rsplit("&& ").next().unwrap_or(line).split(" | ").next().unwrap_or(line);
-                assert!(ours.replace(" --json", "").starts_with(path), "{path}: {line} is another command");
-                if let Err(e) = Cli::command().try_get_matches_from(ours.split_whitespace()) {
+                let our_part = line.rsplit("&& ").next().unwrap_or(line).split(" | ").next().unwrap_or(line);
+                assert!(our_part.replace(" --json", "").starts_with(path), "{path}: {line} is another command");
+                if let Err(e) = Cli::command().try_get_matches_from(our_part.split_whitespace()) {
                     panic!("{line}: {e}");
                 }
-                examined += 1;
+                examples += 1;
             }
         });
-        assert!(examined > 30, "{examined} examples");
+        assert!(examples > 30, "{examples} examples");
     }
 }

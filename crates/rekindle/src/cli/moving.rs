@@ -1,4 +1,4 @@
-//! `rekindle move`.
+//! Arguments of `rekindle move`, and how another host is reached.
 
 use super::store::Tls;
 use clap::Args;
@@ -11,7 +11,7 @@ pub struct Move {
     /// The VM.
     pub name: Name,
     #[command(flatten)]
-    pub far: Far,
+    pub remote: RemoteHost,
     /// The store for its checkpoints: a directory that both hosts have, or tls://HOST:PORT/NAME.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
@@ -33,7 +33,7 @@ pub struct Move {
 
 /// How another host is reached.
 #[derive(Debug, Args)]
-pub struct Far {
+pub struct RemoteHost {
     /// The other host, as an ssh destination.
     #[arg(long, value_name = "HOST")]
     pub to: String,

@@ -1,6 +1,6 @@
-//! `rekindle ocf`: what the resource agent `ocf:rekindle:vm` calls.
+//! Arguments of `rekindle ocf`, which the resource agent `ocf:rekindle:vm` calls.
 
-use super::moving::Far;
+use super::moving::RemoteHost;
 use super::protect::DiskRule;
 use super::store::Tls;
 use clap::{Args, Subcommand, ValueEnum};
@@ -15,7 +15,8 @@ pub enum Ocf {
     ///
     /// The guest is booted if there is no checkpoint, or if it shut down cleanly after the newest one.
     ///
-    /// Needs: no other host that runs the guest (fencing ensures that); the store, created by `rekindle store init`; room for its RAM.
+    /// Needs: no other host that runs the guest (fencing ensures that); the store, created by `rekindle store init`;
+    /// room for its RAM.
     ///
     /// On success: the guest runs and checkpoints are taken; the previous owner can commit no more checkpoints.
     ///
@@ -37,13 +38,16 @@ Example:
     Stop(OcfStop),
     /// Move the running guest to another node (OCF action migrate_to).
     ///
-    /// The guest is stopped only for a last checkpoint. `rekindle ocf monitor` on the other node shows whether it runs there.
+    /// The guest is stopped only for a last checkpoint. `rekindle ocf monitor` on the other node shows whether it runs
+    /// there.
     ///
-    /// Needs: as for `rekindle move`: the store and the disk images on both nodes, and a command that connects to the other node.
+    /// Needs: as for `rekindle move`: the store and the disk images on both nodes, and a command that connects to the
+    /// other node.
     ///
     /// On success: the guest runs there; nothing of it is left here.
     ///
-    /// On failure: the guest continues here and checkpoints are taken; or the error names what must be repaired, which a stop here does.
+    /// On failure: the guest continues here and checkpoints are taken; or the error names what must be repaired, which
+    /// a stop here does.
     #[command(after_help = "\
 Example:
   rekindle ocf migrate-to web --to node2 --store tls://s:7001/web")]
@@ -98,7 +102,8 @@ pub struct OcfResource {
     /// The number of checkpoints to keep.
     #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
-    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than its memory.
+    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than
+    /// its memory.
     #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
     /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
@@ -138,7 +143,7 @@ pub struct OcfMigrate {
     #[command(flatten)]
     pub resource: OcfResource,
     #[command(flatten)]
-    pub far: Far,
+    pub remote: RemoteHost,
     /// Only check, here and on the other node, whether the VM can be moved; change nothing.
     #[arg(long)]
     pub dry_run: bool,

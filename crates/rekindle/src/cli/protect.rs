@@ -1,4 +1,4 @@
-//! `rekindle protect`, `restore` and the pager.
+//! Arguments of `rekindle protect`, `restore` and `pager`.
 
 use super::store::Tls;
 use clap::{Args, ValueEnum};
@@ -17,8 +17,8 @@ pub struct Protect {
     /// Create the store if there is none.
     #[arg(long)]
     pub create_store: bool,
-    /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store, unless there is a new one).
-    /// The old checkpoints must not be restored later.
+    /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store,
+    /// unless there is a new one). The old checkpoints must not be restored later.
     #[arg(long)]
     pub abandon_old_checkpoints: bool,
     #[command(flatten)]
@@ -26,8 +26,8 @@ pub struct Protect {
     /// Time from one checkpoint to the next.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub every: Span,
-    /// When pages are copied: basic (while the guest is stopped), cow (after it resumes) or precopy (before it stops) [default: precopy; cow for
-    /// a VM with O_DIRECT disks].
+    /// When pages are copied: basic (while the guest is stopped), cow (after it resumes) or precopy (before it stops)
+    /// [default: precopy; cow for a VM with O_DIRECT disks].
     #[arg(long, value_name = "POLICY")]
     pub policy: Option<Policy>,
     /// The number of checkpoints to keep.
@@ -36,7 +36,8 @@ pub struct Protect {
     /// Warn when the newest checkpoint is older than this.
     #[arg(long, value_name = "TIME")]
     pub max_lag: Option<Span>,
-    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than its memory.
+    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than
+    /// its memory.
     #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
     /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
@@ -45,11 +46,12 @@ pub struct Protect {
     /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes, but each
-    /// answer of the guest is delayed.
+    /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes,
+    /// but each answer of the guest is delayed.
     #[arg(long)]
     pub output_commit: bool,
-    /// At the end, compare all of the guest's memory with the newest checkpoint while the guest is stopped (takes seconds per GiB).
+    /// At the end, compare all of the guest's memory with the newest checkpoint while the guest is stopped (takes
+    /// seconds per GiB).
     #[arg(long, requires = "count")]
     pub compare: bool,
     /// At the end, take one more checkpoint and leave the guest stopped: for a caller that then ends it.

@@ -1,6 +1,5 @@
-//! `rekindle reboot`: the QEMU of a VM, its guest, and the host.
+//! Arguments of `rekindle reboot`: the QEMU of a VM, its guest, and the host.
 
-use super::RebootHost;
 use clap::{Args, Subcommand, ValueEnum};
 use rekindle_vm::definition::Name;
 use std::path::PathBuf;
@@ -22,17 +21,20 @@ Examples:
     Vmm(RebootVmm),
     /// Reboot the operating system of a guest.
     ///
-    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it boots.
+    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it
+    /// boots.
     ///
-    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if it matches the disk.
+    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if
+    /// it matches the disk.
     ///
     /// --how kexec: the guest's own kernel starts the next one, without firmware and boot loader.
     ///
-    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been written since. If
-    /// there is none, the guest boots.
+    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been
+    /// written since. If there is none, the guest boots.
     ///
-    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the guest, qemu-guest-agent
-    /// that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end freeze: qemu-guest-agent.
+    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the
+    /// guest, qemu-guest-agent that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end
+    /// freeze: qemu-guest-agent.
     ///
     /// On success: the guest boots, or runs from the saved state; after kexec its agent answers.
     ///
@@ -62,7 +64,8 @@ Examples:
 pub enum EndOs {
     /// Shut down cleanly: services stop, file systems are unmounted.
     Shutdown,
-    /// Flush and freeze file systems through the agent, then power off: data in files is kept, but programs do not shut down.
+    /// Flush and freeze file systems through the agent, then power off: data in files is kept, but programs do not shut
+    /// down.
     Freeze,
 }
 
@@ -137,4 +140,28 @@ pub enum OsMethod {
     Kexec,
     /// Continue from a state saved in an earlier boot.
     Phase,
+}
+
+#[derive(Debug, Args)]
+pub struct RebootHost {
+    /// Where guests' RAM is kept.
+    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
+    pub how: RebootMethod,
+    /// What to do with VMs that cannot be kept in this way.
+    #[arg(long, value_enum, default_value_t = Others::Refuse)]
+    pub others: Others,
+    /// Only show what would be done to each VM; change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// What to do with VMs for which the chosen method is not possible.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Others {
+    /// Do not reboot the host.
+    Refuse,
+    /// Save their RAM to disk.
+    Saved,
+    /// Shut them down, and boot them again.
+    Cold,
 }

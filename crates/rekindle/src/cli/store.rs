@@ -1,4 +1,4 @@
-//! `rekindle store`: stores of checkpoints.
+//! Arguments of `rekindle store`, and the TLS identity that all commands with a store have.
 
 use clap::{Args, Subcommand};
 use rekindle_store::StoreUrl;
@@ -9,7 +9,8 @@ use std::path::PathBuf;
 pub enum Store {
     /// Create a store for the checkpoints of one VM.
     ///
-    /// The store belongs to the first VM that is protected into it. With a tls:// URL it is created on that server (`rekindle store serve`).
+    /// The store belongs to the first VM that is protected into it. With a tls:// URL it is created on that server
+    /// (`rekindle store serve`).
     ///
     /// Needs: a directory that is empty or does not exist.
     ///

@@ -1,4 +1,4 @@
-//! Probing a service, sampling and checking the host, completions and man pages.
+//! Arguments of `rekindle probe`, `monitor`, `doctor`, `completions` and `man`.
 
 use clap::Args;
 use rekindle_vm::definition::{Name, Span};

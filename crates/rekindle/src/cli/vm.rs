@@ -1,4 +1,4 @@
-//! Starting, adopting, showing and stopping VMs.
+//! Arguments of the commands that start, adopt, show, recover and stop VMs.
 
 use clap::{ArgGroup, Args};
 use rekindle_vm::definition::{Name, Span};

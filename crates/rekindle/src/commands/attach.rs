@@ -1,9 +1,10 @@
-//! `rekindle attach` and `rekindle detach`.
+//! `rekindle attach` and `rekindle detach`: adopt a QEMU that Rekindle did not start, and release it.
 
+use super::show::{description, version_text};
 use crate::cli::{Attach, NameOnly};
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_life::attach::{self as adopted, Detached};
+use rekindle_life::attach::{self as adoption, Detached};
 use rekindle_qemu::monitor::Monitor;
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
@@ -15,20 +16,21 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
         (Some(domain), _) => Monitor::Libvirt { domain, connect },
         (None, path) => Monitor::Socket { path: path.unwrap_or_default() },
     };
-    let state = adopted::attach(&host, &name, monitor)?;
-    let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let state = adoption::attach(&host, &name, monitor)?;
+    let version = version_text(&state);
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
     let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
     let text = format!(
-        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: rekindle protect {name} --store DIR --create-store"
+        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: \
+         rekindle protect {name} --store DIR --create-store"
     );
-    output.result(&super::show::description(&host, &state)?, text)?;
+    output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
 }
 
 pub fn detach(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let name = &arguments.name;
-    let detached = adopted::detach(&Host::open()?, name.as_str())?;
+    let detached = adoption::detach(&Host::open()?, name.as_str())?;
     let (running, text) = match detached {
         Detached::Running => (true, "released; its guest continues to run"),
         Detached::Ended => (false, "released; its QEMU had ended"),

@@ -1,4 +1,5 @@
-//! `rekindle console`.
+//! `rekindle console`: connects this terminal to a guest's serial console. Connects again if the guest's QEMU is
+//! replaced.
 
 use crate::cli::NameOnly;
 use anyhow::{Context, Result};
@@ -12,106 +13,120 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Ctrl-], which ends the console.
-const LEAVE: u8 = 0x1d;
-
-/// A terminal in raw mode. Restores the previous mode on drop.
-struct Raw(Termios);
-
-impl Raw {
-    fn enter() -> Result<Option<Self>> {
-        if !io::stdin().is_terminal() {
-            return Ok(None);
-        }
-        let before = tcgetattr(io::stdin())?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
-        Ok(Some(Self(before)))
-    }
-}
-
-impl Drop for Raw {
-    fn drop(&mut self) {
-        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.0);
-    }
-}
+const LEAVE_KEY: u8 = 0x1d;
+/// How long to try to connect again.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(50);
 
 pub fn console(arguments: &NameOnly) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.as_str();
     let rundir = RunDir::new(&host.root, name);
-    let connect = || -> Result<UnixStream> {
-        let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
-        if let Some(attached) = state.attached {
-            let (name, starter) = (name.into(), attached.starter);
-            return Err(LifeError::Attached { name, starter, action: "its console" }.into());
-        }
-        let vmm = state.vmm.filter(|vmm| vmm.is_alive()).with_context(|| format!("VM {name} does not run"))?;
-        let path = vmm.directory().console();
-        UnixStream::connect(&path).with_context(|| format!("console {}", path.display()))
-    };
-    let mut stream = connect()?;
-    let raw = Raw::enter()?;
-    if raw.is_some() {
+    let mut console = connect(&rundir)?;
+    let terminal = RawTerminal::enter()?;
+    if terminal.is_some() {
         eprint!("connected to {name}; leave with Ctrl-]\r\n");
     }
-    let mut input = true;
+    let mut is_input_open = true;
     loop {
-        match pass(&mut stream, &mut input)? {
-            Ended::Left => return Ok(ExitCode::SUCCESS),
-            // The guest's QEMU was replaced, or has ended: retry for a while.
-            Ended::Closed => {
-                let again = (0..100).find_map(|_| {
-                    thread::sleep(Duration::from_millis(50));
-                    connect().ok()
-                });
-                match again {
-                    Some(again) => stream = again,
-                    None => return Ok(ExitCode::SUCCESS),
-                }
-            }
+        match copy_until_end(&mut console, &mut is_input_open)? {
+            ConsoleEnd::UserLeft => return Ok(ExitCode::SUCCESS),
+            // The guest's QEMU was replaced, or has ended.
+            ConsoleEnd::Closed => match reconnect(&rundir) {
+                Some(new_console) => console = new_console,
+                None => return Ok(ExitCode::SUCCESS),
+            },
         }
     }
 }
 
-enum Ended {
-    Left,
+fn connect(rundir: &RunDir) -> Result<UnixStream> {
+    let name = rundir.name();
+    let state = State::read(rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
+    if let Some(attached) = state.attached {
+        let (name, starter) = (name.into(), attached.starter);
+        return Err(LifeError::Attached { name, starter, action: "its console" }.into());
+    }
+    let vmm = state.vmm.filter(|vmm| vmm.is_alive()).with_context(|| format!("VM {name} does not run"))?;
+    let path = vmm.directory().console();
+    UnixStream::connect(&path).with_context(|| format!("console {}", path.display()))
+}
+
+fn reconnect(rundir: &RunDir) -> Option<UnixStream> {
+    let deadline = Instant::now() + RECONNECT_TIMEOUT;
+    while Instant::now() < deadline {
+        thread::sleep(RECONNECT_INTERVAL);
+        if let Ok(console) = connect(rundir) {
+            return Some(console);
+        }
+    }
+    None
+}
+
+enum ConsoleEnd {
+    UserLeft,
     Closed,
 }
 
-fn pass(stream: &mut UnixStream, input: &mut bool) -> Result<Ended> {
+/// Copies input to the console and its output to standard output. `is_input_open`: cleared at the end of the input.
+fn copy_until_end(console: &mut UnixStream, is_input_open: &mut bool) -> Result<ConsoleEnd> {
     let mut buffer = [0; 4096];
     loop {
         let stdin = io::stdin();
-        let mut fds = vec![PollFd::new(&*stream, PollFlags::IN)];
-        if *input {
+        let mut fds = vec![PollFd::new(&*console, PollFlags::IN)];
+        if *is_input_open {
             fds.push(PollFd::new(&stdin, PollFlags::IN));
         }
         poll(&mut fds, None::<&Timespec>)?;
-        let ready: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        if ready.first() == Some(&true) {
-            match stream.read(&mut buffer) {
-                Ok(0) | Err(_) => return Ok(Ended::Closed),
-                Ok(n) => {
-                    let mut out = io::stdout();
-                    out.write_all(buffer.get(..n).unwrap_or_default())?;
-                    out.flush()?;
+        let is_ready: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if is_ready.first() == Some(&true) {
+            match console.read(&mut buffer) {
+                Ok(0) | Err(_) => return Ok(ConsoleEnd::Closed),
+                Ok(length) => {
+                    let mut stdout = io::stdout();
+                    stdout.write_all(buffer.get(..length).unwrap_or_default())?;
+                    stdout.flush()?;
                 }
             }
         }
-        if ready.get(1) == Some(&true) {
-            let n = rustix::io::read(&stdin, &mut buffer)?;
-            let typed = buffer.get(..n).unwrap_or_default();
-            if typed.contains(&LEAVE) {
-                return Ok(Ended::Left);
+        if is_ready.get(1) == Some(&true) {
+            let length = rustix::io::read(&stdin, &mut buffer)?;
+            let typed = buffer.get(..length).unwrap_or_default();
+            if typed.contains(&LEAVE_KEY) {
+                return Ok(ConsoleEnd::UserLeft);
             }
-            *input = n > 0;
-            if stream.write_all(typed).is_err() {
-                return Ok(Ended::Closed);
+            *is_input_open = length > 0;
+            if console.write_all(typed).is_err() {
+                return Ok(ConsoleEnd::Closed);
             }
         }
+    }
+}
+
+/// A terminal in raw mode. Restores the previous mode on drop.
+struct RawTerminal {
+    previous_mode: Termios,
+}
+
+impl RawTerminal {
+    /// `None` if standard input is not a terminal.
+    fn enter() -> Result<Option<Self>> {
+        if !io::stdin().is_terminal() {
+            return Ok(None);
+        }
+        let previous_mode = tcgetattr(io::stdin())?;
+        let mut raw_mode = previous_mode.clone();
+        raw_mode.make_raw();
+        tcsetattr(io::stdin(), OptionalActions::Now, &raw_mode)?;
+        Ok(Some(Self { previous_mode }))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.previous_mode);
     }
 }

@@ -1,4 +1,4 @@
-//! `rekindle disk`.
+//! `rekindle disk`: runs the server of a disk, and controls running servers over their control sockets.
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
@@ -17,7 +17,7 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use serde_json::json;
+use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fs;
@@ -29,102 +29,102 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
+/// Size of the blocks of a cache.
+const BLOCK_BYTES: u64 = 4096;
 /// How long to wait for a server to merge a log while it serves its guest.
 const MERGE_TIMEOUT: Duration = Duration::from_secs(3600);
 
 pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     match disk {
-        Disk::Serve(arguments) => return serve_disk(output, arguments),
+        Disk::Serve(arguments) => serve_disk(output, arguments)?,
         Disk::Status(at) => {
-            let status = control(&at)?.status()?;
-            output.result(&status, draw(&status))?;
+            let status = connect(&at)?.status()?;
+            output.result(&status, describe(&status))?;
         }
         Disk::Limit(DiskLimit { at, rate }) => {
             let Limits { bps, iops } = limits(&rate);
-            control(&at)?.ask::<()>(&ControlCommand::SetLimits { bps, iops })?;
+            connect(&at)?.ask::<()>(&ControlCommand::SetLimits { bps, iops })?;
             output.result(&json!({"bps": bps, "iops": iops}), "done")?;
         }
         Disk::Resize(at) => {
-            let length: u64 = control(&at)?.ask(&ControlCommand::UpdateLength {})?;
+            let length: u64 = connect(&at)?.ask(&ControlCommand::UpdateLength {})?;
             output.result(&json!({"bytes": length}), format!("the disk has {} now", bytes(length)))?;
         }
         Disk::Keep(at) => {
-            let blocks: u64 = control(&at)?.ask(&ControlCommand::KeepCache { claim: None })?;
-            output.result(
-                &json!({"blocks": blocks}),
-                format!("{} are retained for the guest's next boot", bytes(blocks * 4096)),
-            )?;
+            let blocks: u64 = connect(&at)?.ask(&ControlCommand::KeepCache { claim: None })?;
+            let text = format!("{} are retained for the guest's next boot", bytes(blocks * BLOCK_BYTES));
+            output.result(&json!({"blocks": blocks}), text)?;
         }
         Disk::Drop(at) => {
-            control(&at)?.ask::<()>(&ControlCommand::DropCache {})?;
+            connect(&at)?.ask::<()>(&ControlCommand::DropCache {})?;
             output.result(&json!({}), "done")?;
         }
-        Disk::Merge(DiskMerge { image, redo, image_renamed_from, dry_run, buffered }) => {
-            let renamed_from = image_renamed_from.as_deref();
-            let served = fs::metadata(&image).is_ok_and(|metadata| metadata.file_type().is_socket());
-            if dry_run {
-                return would_merge(output, &image, redo, renamed_from, served);
-            }
-            if served {
-                Control::connect(&image)?.end_epochs(MERGE_TIMEOUT)?;
-                output.result(&json!({}), "merged; the disk no longer has a redo log")?;
-                return Ok(ExitCode::SUCCESS);
-            }
-            let directory = redo.unwrap_or_else(|| default_directory(&image));
-            let merged = merge_all(&image, &directory, !buffered, renamed_from)?;
-            let text = match merged {
-                Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
-                None => format!("{} has no redo log", image.display()),
-            };
-            output.result(&json!({"epochs": merged}), text)?;
-        }
+        Disk::Merge(arguments) => merge(output, &arguments)?,
         Disk::End(at) => {
-            control(&at)?.ask::<()>(&ControlCommand::End {})?;
+            connect(&at)?.ask::<()>(&ControlCommand::End {})?;
             output.result(&json!({}), "done")?;
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints how much redo log `merge` would merge into the image.
-fn would_merge(
-    output: &Output,
-    image: &Path,
-    redo: Option<PathBuf>,
-    renamed_from: Option<&str>,
-    served: bool,
-) -> Result<ExitCode> {
-    fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
-    let (log, value) = if served {
-        let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
-        (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
-    } else {
-        let left = inspect_log(image, &redo.unwrap_or_else(|| default_directory(image)), u64::MAX, renamed_from)?
-            .map(|left| left.writes);
-        (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
-    };
-    let text = match log {
-        Some(log) => format!("would merge {log}; the disks of its checkpoints could no longer be restored"),
+/// Merges a disk's redo log: through its server if `image` is the server's control socket.
+fn merge(output: &Output, arguments: &DiskMerge) -> Result<()> {
+    let image = &arguments.image;
+    let is_served = fs::metadata(image).is_ok_and(|metadata| metadata.file_type().is_socket());
+    let directory = arguments.redo.clone().unwrap_or_else(|| default_directory(image));
+    let renamed_from = arguments.image_renamed_from.as_deref();
+    match (arguments.dry_run, is_served) {
+        (true, true) => {
+            let redo_bytes = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
+            let amount = redo_bytes.map(|redo_bytes| format!("{} of redo log", bytes(redo_bytes)));
+            print_planned_merge(output, image, &json!({"dry_run": true, "redo_bytes": redo_bytes}), amount)
+        }
+        (true, false) => {
+            fs::metadata(image).with_context(|| format!("disk image {}", image.display()))?;
+            let log = inspect_log(image, &directory, u64::MAX, renamed_from)?;
+            let writes = log.map(|log| log.writes);
+            let amount = writes.map(|writes| format!("{writes} writes of redo log"));
+            print_planned_merge(output, image, &json!({"dry_run": true, "writes": writes}), amount)
+        }
+        (false, true) => {
+            Control::connect(image)?.end_epochs(MERGE_TIMEOUT)?;
+            Ok(output.result(&json!({}), "merged; the disk no longer has a redo log")?)
+        }
+        (false, false) => {
+            let epochs = merge_all(image, &directory, !arguments.buffered, renamed_from)?;
+            let text = match epochs {
+                Some(epochs) => format!("merged {epochs} epochs; {} is the newest disk", image.display()),
+                None => format!("{} has no redo log", image.display()),
+            };
+            Ok(output.result(&json!({"epochs": epochs}), text)?)
+        }
+    }
+}
+
+/// Prints how much redo log `merge` would merge into the image. `amount`: `None` if there is no log.
+fn print_planned_merge(output: &Output, image: &Path, value: &Value, amount: Option<String>) -> Result<()> {
+    let text = match amount {
+        Some(amount) => format!("would merge {amount}; the disks of its checkpoints could no longer be restored"),
         None => "has no redo log".to_owned(),
     };
-    output.result(&value, format!("{}: {text}\nnothing was changed", image.display()))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(output.result(value, format!("{}: {text}\nnothing was changed", image.display()))?)
 }
 
 /// Connects to the server of a disk, named by its VM or by its socket.
-fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
+fn connect(DiskAt { disk }: &DiskAt) -> Result<Control> {
     let is_name = !disk.is_absolute() && !disk.starts_with(".") && !disk.starts_with("..") && !disk.exists();
     let Some(text) = disk.to_str().filter(|_| is_name) else { return Ok(Control::connect(disk)?) };
     let (name, id) = text.split_once('/').map_or((text, None), |(name, id)| (name, Some(id)));
     let rundir = RunDir::new(&Host::open()?.root, name);
     let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
     let served: Vec<_> = disks::served(&state.hardware).map(|disk| disk.id.as_str()).collect();
-    let found = match (id, served.as_slice()) {
+    let served_id = match (id, served.as_slice()) {
         (Some(id), _) => served.iter().find(|disk| **disk == id).copied(),
-        (None, [one]) => Some(*one),
+        (None, [only]) => Some(*only),
         (None, _) => None,
     };
-    match found {
+    match served_id {
         Some(id) => Ok(Control::connect(&disks::control_socket(&rundir, id))?),
         None if served.is_empty() => {
             bail!("no disk of {name} has a server; to start one, set `server = true` in its [[disk]]")
@@ -137,79 +137,75 @@ fn limits(rate: &DiskRate) -> Limits {
     Limits { bps: rate.bps.map(|bps| bps.as_u64()), iops: rate.iops }
 }
 
-fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
-    let DiskServe {
-        image,
-        socket,
-        control,
-        readonly,
-        serial,
-        queues,
-        buffered,
-        no_map,
-        filling,
-        attic_keep,
-        wait,
-        rate,
-        ..
-    } = arguments;
-    let version = match (arguments.epoch, arguments.disk_id, arguments.since) {
-        (Some(epoch), Some(disk), Some(first)) => DiskVersion::Since { epoch, disk, first },
-        (Some(epoch), Some(disk), None) => DiskVersion::Epoch { epoch, disk },
-        _ => DiskVersion::Newest,
-    };
-    let limit = arguments.redo_limit.map(|limit| limit.as_u64());
-    let redo = LogOptions { directory: arguments.redo, version, limit, renamed_from: arguments.image_renamed_from };
-    let control = control.unwrap_or_else(|| {
-        let mut path = socket.clone().into_os_string();
-        path.push(".control");
-        PathBuf::from(path)
-    });
-    let settings = Settings {
-        serial,
-        limits: limits(&rate),
-        has_block_map: !no_map,
-        queues,
-        retain_for: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
-        is_filling: Arc::new(AtomicBool::new(filling)),
-    };
-    let mode = OpenMode { readonly, direct: !buffered };
-    let service = Service {
-        image: image.clone(),
-        mode,
-        socket: socket.clone(),
-        control: control.clone(),
-        redo,
-        settings,
-        is_awaiting_epoch: wait,
-    };
+/// Serves a disk until a signal or `rekindle disk end` ends the server.
+fn serve_disk(output: &Output, arguments: DiskServe) -> Result<()> {
+    let started = json!({"socket": &arguments.socket, "control": control_path(&arguments), "image": &arguments.image});
+    let text = format!("serving {} at {}", arguments.image.display(), arguments.socket.display());
+    let service = service(arguments);
     // A signal ends the server as `rekindle disk end` does, after all requests are done.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let handle = signals.handle();
-    let at = control.clone();
-    let waiting = thread::spawn(move || {
+    let signals_handle = signals.handle();
+    let control = service.control.clone();
+    let signal_thread = thread::spawn(move || {
         if signals.forever().next().is_some() {
             let ended: Result<(), ControlError> =
-                Control::connect(&at).and_then(|mut control| control.ask(&ControlCommand::End {}));
+                Control::connect(&control).and_then(|mut control| control.ask(&ControlCommand::End {}));
             if let Err(e) = ended {
                 tracing::debug!("the server has already ended: {e}");
             }
         }
     });
-    let started = json!({"socket": socket, "control": control, "image": image});
-    let text = format!("serving {} at {}", image.display(), socket.display());
     let served = serve(service, || {
         if let Err(e) = output.result(&started, text) {
             tracing::debug!("cannot write to standard output: {e}");
         }
     });
-    handle.close();
-    let _ = waiting.join();
-    served?;
-    Ok(ExitCode::SUCCESS)
+    signals_handle.close();
+    let _ = signal_thread.join();
+    Ok(served?)
 }
 
-fn draw(status: &Status) -> String {
+fn control_path(arguments: &DiskServe) -> PathBuf {
+    arguments.control.clone().unwrap_or_else(|| {
+        let mut path = arguments.socket.clone().into_os_string();
+        path.push(".control");
+        PathBuf::from(path)
+    })
+}
+
+/// Converts the arguments.
+fn service(arguments: DiskServe) -> Service {
+    let version = match (arguments.epoch, arguments.disk_id, arguments.since) {
+        (Some(epoch), Some(disk), Some(first)) => DiskVersion::Since { epoch, disk, first },
+        (Some(epoch), Some(disk), None) => DiskVersion::Epoch { epoch, disk },
+        _ => DiskVersion::Newest,
+    };
+    let control = control_path(&arguments);
+    let settings = Settings {
+        serial: arguments.serial,
+        limits: limits(&arguments.rate),
+        has_block_map: !arguments.no_map,
+        queues: arguments.queues,
+        retain_for: arguments.attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
+        is_filling: Arc::new(AtomicBool::new(arguments.filling)),
+    };
+    Service {
+        image: arguments.image,
+        mode: OpenMode { readonly: arguments.readonly, direct: !arguments.buffered },
+        socket: arguments.socket,
+        control,
+        redo: LogOptions {
+            directory: arguments.redo,
+            version,
+            limit: arguments.redo_limit.map(|limit| limit.as_u64()),
+            renamed_from: arguments.image_renamed_from,
+        },
+        settings,
+        is_awaiting_epoch: arguments.wait,
+    }
+}
+
+fn describe(status: &Status) -> String {
     let Status {
         bytes: length,
         active,
@@ -218,7 +214,6 @@ fn draw(status: &Status) -> String {
         map_bytes,
         retained,
         emptied,
-        redo,
         waits,
         broken,
         unchecked,
@@ -228,34 +223,20 @@ fn draw(status: &Status) -> String {
     let mut text = format!(
         "{}, {state}, {requests_in_progress} requests in progress; {} of its guest's cache are mapped ({} for the map)",
         bytes(*length),
-        bytes(*mapped_blocks as u64 * 4096),
+        bytes(*mapped_blocks as u64 * BLOCK_BYTES),
         bytes(*map_bytes as u64)
     );
     if let Some((blocks, counts)) = retained.or(emptied.map(|counts| (0, counts))) {
         text += &format!(
-            "; retained cache: {} left, {} served, {} different from the disk, {} dropped because the guest needed the memory",
-            bytes(blocks as u64 * 4096),
-            bytes(counts.served * 4096),
-            bytes(counts.refused * 4096),
-            bytes(counts.dropped * 4096)
+            "; retained cache: {} left, {} served, {} different from the disk, {} dropped \
+             because the guest needed the memory",
+            bytes(blocks as u64 * BLOCK_BYTES),
+            bytes(counts.served * BLOCK_BYTES),
+            bytes(counts.refused * BLOCK_BYTES),
+            bytes(counts.dropped * BLOCK_BYTES)
         );
     }
-    if let Some(redo) = redo {
-        text += &format!(
-            "; disk {}, in epoch {}, merged up to {}; {} of redo log, of at most {}",
-            redo.disk,
-            redo.epoch,
-            redo.merged,
-            bytes(redo.bytes),
-            bytes(redo.limit)
-        );
-        if redo.rewound {
-            text += "; at a checkpoint: later epochs are discarded at the first write";
-        }
-        for why in redo.waiting.iter().map(|why| format!("writes wait: {why}")).chain(redo.failed.clone()) {
-            text += &format!("\n{why}");
-        }
-    }
+    text += &describe_redo_log(status);
     if *waits {
         text += "; waits for a restore, which names the disk's epoch";
     }
@@ -267,6 +248,26 @@ fn draw(status: &Status) -> String {
     }
     if *unchecked {
         text += "; BUILT WITH unchecked-attic: blocks of the retained cache are served UNCHECKED and damage this guest";
+    }
+    text
+}
+
+/// Describes the redo log; empty if the disk has none.
+fn describe_redo_log(status: &Status) -> String {
+    let Some(redo) = &status.redo else { return String::new() };
+    let mut text = format!(
+        "; disk {}, in epoch {}, merged up to {}; {} of redo log, of at most {}",
+        redo.disk,
+        redo.epoch,
+        redo.merged,
+        bytes(redo.bytes),
+        bytes(redo.limit)
+    );
+    if redo.rewound {
+        text += "; at a checkpoint: later epochs are discarded at the first write";
+    }
+    for why in redo.waiting.iter().map(|why| format!("writes wait: {why}")).chain(redo.failed.clone()) {
+        text += &format!("\n{why}");
     }
     text
 }

@@ -1,4 +1,4 @@
-//! `rekindle doctor`.
+//! `rekindle doctor`: prints the findings of the host's checks, with colours on a terminal.
 
 use crate::cli::Doctor;
 use crate::output::Output;

@@ -1,4 +1,4 @@
-//! Output of `--dry-run`: the planned action for each VM, or the reason that prevents it.
+//! Output of `--dry-run`, the same for all commands: the planned action for each VM, or the reason that prevents it.
 
 use crate::output::{Output, chain};
 use anyhow::Result;
@@ -6,25 +6,29 @@ use serde_json::json;
 use std::error::Error;
 use std::process::ExitCode;
 
-/// The name of a VM, and the planned action or the error that prevents it.
-pub type Planned<E> = (String, Result<String, E>);
+/// What a command would do to a VM, for example `shut its guest down`, or the error that prevents it.
+pub struct PlannedAction<E> {
+    pub name: String,
+    pub action: Result<String, E>,
+}
 
 /// Prints the plans. Returns exit status 1 if an action is not possible for one of the VMs.
-pub fn print<E: Error + 'static>(output: &Output, vms: &[Planned<E>]) -> Result<ExitCode> {
-    let (mut text, mut values) = (String::new(), Vec::new());
-    for (name, planned) in vms {
-        match planned {
-            Ok(would) => {
-                text += &format!("{name}: would {would}\n");
-                values.push(json!({"name": name, "would": would}));
+pub fn print<E: Error + 'static>(output: &Output, plans: &[PlannedAction<E>]) -> Result<ExitCode> {
+    let (mut text, mut vms) = (String::new(), Vec::new());
+    for PlannedAction { name, action } in plans {
+        match action {
+            Ok(action) => {
+                text += &format!("{name}: would {action}\n");
+                vms.push(json!({"name": name, "would": action}));
             }
             Err(error) => {
                 let error = chain(error);
                 text += &format!("{name}: not possible: {error}\n");
-                values.push(json!({"name": name, "error": error}));
+                vms.push(json!({"name": name, "error": error}));
             }
         }
     }
-    output.result(&json!({"dry_run": true, "vms": values}), text + "nothing was changed")?;
-    Ok(if vms.iter().all(|(_, planned)| planned.is_ok()) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    output.result(&json!({"dry_run": true, "vms": vms}), text + "nothing was changed")?;
+    let is_possible = plans.iter().all(|plan| plan.action.is_ok());
+    Ok(if is_possible { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

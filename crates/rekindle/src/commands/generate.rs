@@ -1,4 +1,4 @@
-//! Shell completions and man pages, from the declared flags.
+//! Shell completions and man pages, generated from the declared commands and flags.
 
 use crate::cli::{Cli, Completions, Man};
 use anyhow::{Context, Result};

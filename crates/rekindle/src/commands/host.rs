@@ -1,10 +1,11 @@
-//! `rekindle host` and `rekindle reboot host`.
+//! `rekindle host` and `rekindle reboot host`: prints the plans and reports of [`rekindle_reboot::host`].
 
-use super::{distinct, dry_run};
-use crate::cli::{Host as Commands, HostInit, HostSuspend, Others, RebootHost, RebootMethod};
+use super::dry_run::{self, PlannedAction};
+use super::{distinct_names, reboot_method};
+use crate::cli::{Host as HostCommand, HostInit, HostSuspend, Others, RebootHost, RebootMethod};
 use crate::output::{Output, Usage, duration};
 use anyhow::{Result, bail};
-use rekindle_reboot::host::plan::{self, HostRebootPlan};
+use rekindle_reboot::host::plan::{HostRebootPlan, OthersPolicy, PlannedVm};
 use rekindle_reboot::host::setup::{self, MountOutcome, SetupStep, SetupTarget};
 use rekindle_reboot::host::{self, Fallback, ResumeOutcome, ResumeReport, SuspendReport};
 use rekindle_reboot::recover::recover_suspend;
@@ -14,38 +15,30 @@ use rekindle_vm::rundir::RunDir;
 use serde_json::json;
 use std::process::ExitCode;
 
-pub fn run(output: &Output, command: &Commands) -> Result<ExitCode> {
+pub fn run(output: &Output, command: &HostCommand) -> Result<ExitCode> {
     match command {
-        Commands::Init(arguments) => init(output, arguments),
-        Commands::Mount => mount(output),
-        Commands::Suspend(arguments) => suspend(output, arguments),
-        Commands::Resume => resume(output),
-    }
-}
-
-fn method(how: RebootMethod) -> host::RebootMethod {
-    match how {
-        RebootMethod::Warm => host::RebootMethod::Warm,
-        RebootMethod::Saved => host::RebootMethod::Saved,
-        RebootMethod::Cold => host::RebootMethod::Cold,
+        HostCommand::Init(arguments) => init(output, arguments),
+        HostCommand::Mount => mount(output),
+        HostCommand::Suspend(arguments) => suspend(output, arguments),
+        HostCommand::Resume => resume(output),
     }
 }
 
 pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
     let host = Host::open()?;
     let others = match arguments.others {
-        Others::Refuse => plan::OthersPolicy::Refuse,
-        Others::Saved => plan::OthersPolicy::Saved,
-        Others::Cold => plan::OthersPolicy::Cold,
+        Others::Refuse => OthersPolicy::Refuse,
+        Others::Saved => OthersPolicy::Saved,
+        Others::Cold => OthersPolicy::Cold,
     };
-    let plan = plan::make(&host, method(arguments.how), others)?;
+    let plan = HostRebootPlan::make(&host, reboot_method(arguments.how), others)?;
     if !arguments.dry_run {
-        plan::carry_out(&host, &plan)?;
+        host::shut_down_host(&host, &plan)?;
     }
+    let verb = if arguments.dry_run { "would reboot" } else { "reboots" };
     let kernel = plan.kernel.as_ref().map_or_else(String::new, |kernel| format!(", into {}", kernel.version));
-    let doing = if arguments.dry_run { "would reboot" } else { "reboots" };
-    let mut text = format!("this host {doing}{kernel}\n");
-    for (name, how) in &plan.vms {
+    let mut text = format!("this host {verb}{kernel}\n");
+    for PlannedVm { name, how } in &plan.vms {
         text += &format!("{name}: {how}\n");
     }
     output.result(&plan, text)?;
@@ -53,32 +46,41 @@ pub fn reboot(output: &Output, arguments: &RebootHost) -> Result<ExitCode> {
 }
 
 fn init(output: &Output, arguments: &HostInit) -> Result<ExitCode> {
-    let place = SetupTarget::here()?;
-    let steps = setup::steps(&place, arguments.reserve.as_u64(), arguments.start.map(|start| start.as_u64()))?;
+    let target = SetupTarget::this_host()?;
+    let start = arguments.start.map(|start| start.as_u64());
+    let steps = setup::plan_steps(&target, arguments.reserve.as_u64(), start)?;
     let mounted = if arguments.write { setup::carry_out(&steps)? } else { None };
-    let mut text = String::new();
-    for step in &steps {
-        text += &match step {
-            SetupStep::Done { what } => format!("ok       {what}\n"),
-            SetupStep::Write { path, content } if arguments.write => {
-                format!("written  {} ({} bytes)\n", path.display(), content.len())
-            }
-            SetupStep::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
-            SetupStep::Run { command } if arguments.write => format!("done     {}\n", command.join(" ")),
-            SetupStep::Run { command } => format!("run      {}\n", command.join(" ")),
-            SetupStep::ByHand { what } => format!("by hand  {what}\n"),
-            SetupStep::Mount => match (arguments.write, mounted) {
-                (true, Some(mounted)) => format!("{}\n", mounted_text(mounted)),
-                (true, None) => "later    the RAM is mounted at the first boot that reserves it\n".into(),
-                (false, _) => "mount    the reserved RAM, and start the units\n".into(),
-            },
-        };
-    }
+    let mut text: String = match arguments.write {
+        true => steps.iter().map(|step| describe_done_step(step, mounted)).collect(),
+        false => steps.iter().map(describe_planned_step).collect(),
+    };
     if !arguments.write {
         text += "nothing was changed; to carry this out, repeat the command with --write\n";
     }
     output.result(&json!({"steps": steps, "written": arguments.write, "mounted": mounted}), text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn describe_done_step(step: &SetupStep, mounted: Option<MountOutcome>) -> String {
+    match step {
+        SetupStep::Write { path, content } => format!("written  {} ({} bytes)\n", path.display(), content.len()),
+        SetupStep::Run { command } => format!("done     {}\n", command.join(" ")),
+        SetupStep::Mount => match mounted {
+            Some(mounted) => format!("{}\n", mounted_text(mounted)),
+            None => "later    the RAM is mounted at the first boot that reserves it\n".into(),
+        },
+        SetupStep::Done { .. } | SetupStep::ByHand { .. } => describe_planned_step(step),
+    }
+}
+
+fn describe_planned_step(step: &SetupStep) -> String {
+    match step {
+        SetupStep::Done { what } => format!("ok       {what}\n"),
+        SetupStep::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
+        SetupStep::Run { command } => format!("run      {}\n", command.join(" ")),
+        SetupStep::ByHand { what } => format!("by hand  {what}\n"),
+        SetupStep::Mount => "mount    the reserved RAM, and start the units\n".into(),
+    }
 }
 
 fn indented(content: &str) -> String {
@@ -100,49 +102,58 @@ fn mount(output: &Output) -> Result<ExitCode> {
 }
 
 fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
+    if arguments.planned {
+        return suspend_planned(output);
+    }
     let host = Host::open()?;
-    let (plan, fallback) = if arguments.planned {
-        // Without a plan, this shutdown is not one of `rekindle reboot host`: there is nothing to do.
-        let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
-        let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
-        if recover_suspend(&host, &names, &plan.token)? {
-            return Ok(ExitCode::SUCCESS);
-        }
-        let vms = plan::still_running(&host, &plan);
-        (HostRebootPlan { vms, ..plan }, Fallback::Cold)
-    } else {
-        (chosen(&host, arguments)?, Fallback::None)
-    };
+    let plan = plan_suspend(&host, arguments)?;
     if plan.vms.is_empty() {
-        if !arguments.planned {
-            return Err(Usage("no VM runs".into()).into());
-        }
-        return Ok(ExitCode::SUCCESS);
+        return Err(Usage("no VM runs".into()).into());
     }
     if arguments.dry_run {
-        let checked: Vec<_> = host::check(&host, &plan.vms)?
+        let action = planned_action(arguments.how);
+        let plans: Vec<_> = host::check_suspend(&host, &plan.vms)?
             .into_iter()
-            .map(|(name, checked)| (name, checked.map(|()| would(arguments.how).to_owned())))
+            .map(|check| PlannedAction { name: check.name, action: check.result.map(|()| action.to_owned()) })
             .collect();
-        return dry_run::print(output, &checked);
+        return dry_run::print(output, &plans);
     }
-    let suspended = host::suspend(&host, &plan.vms, &plan.token, fallback)?;
-    output.result(&suspended, suspended.iter().map(suspended_line).collect::<String>())?;
+    print_suspended(output, &host::suspend(&host, &plan.vms, &plan.token, Fallback::None)?)
+}
+
+/// Carries out the plan of `rekindle reboot host`, at the end of a shutdown.
+fn suspend_planned(output: &Output) -> Result<ExitCode> {
+    let host = Host::open()?;
+    // Without a plan, this shutdown is not one of `rekindle reboot host`: there is nothing to do.
+    let Some(plan) = HostRebootPlan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
+    let names: Vec<_> = plan.vms.iter().map(|vm| vm.name.clone()).collect();
+    if recover_suspend(&host, &names, &plan.token)? {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let vms = plan.still_running(&host);
+    if vms.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    print_suspended(output, &host::suspend(&host, &vms, &plan.token, Fallback::Cold)?)
+}
+
+fn print_suspended(output: &Output, reports: &[SuspendReport]) -> Result<ExitCode> {
+    output.result(&reports, reports.iter().map(suspended_line).collect::<String>())?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Returns a suspend plan for the named VMs, or for all running ones.
-fn chosen(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> {
+fn plan_suspend(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> {
     if !arguments.all && arguments.names.is_empty() {
         return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());
     }
-    let all = plan::for_manual_suspend(host, method(arguments.how))?;
+    let plan = HostRebootPlan::for_manual_suspend(host, reboot_method(arguments.how))?;
     if arguments.all {
-        return Ok(all);
+        return Ok(plan);
     }
     let mut vms = Vec::new();
-    for name in distinct(&arguments.names)? {
-        match all.vms.iter().find(|(running, _)| *running == name) {
+    for name in distinct_names(&arguments.names)? {
+        match plan.vms.iter().find(|vm| vm.name == name) {
             Some(vm) => vms.push(vm.clone()),
             None if RunDir::new(&host.root, &name).exists() => {
                 bail!("VM {name} does not run; rekindle ls shows its state")
@@ -150,10 +161,10 @@ fn chosen(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> {
             None => return Err(LifeError::Unknown { name }.into()),
         }
     }
-    Ok(HostRebootPlan { vms, ..all })
+    Ok(HostRebootPlan { vms, ..plan })
 }
 
-fn would(how: RebootMethod) -> &'static str {
+fn planned_action(how: RebootMethod) -> &'static str {
     match how {
         RebootMethod::Warm => "stop its guest, leave its RAM in place, and end its QEMU",
         RebootMethod::Saved => "stop its guest, write its RAM to disk, and end its QEMU",
@@ -161,33 +172,34 @@ fn would(how: RebootMethod) -> &'static str {
     }
 }
 
-fn suspended_line(one: &SuspendReport) -> String {
-    let why =
-        one.fell_back.as_ref().map(|why| format!(", because the chosen method failed: {why}")).unwrap_or_default();
-    match one.how {
-        host::RebootMethod::Warm => format!("{}: suspended, its RAM in place{why}\n", one.name),
-        host::RebootMethod::Saved => format!("{}: suspended, its RAM on disk{why}\n", one.name),
-        host::RebootMethod::Cold => format!("{}: shut down{why}\n", one.name),
+fn suspended_line(report: &SuspendReport) -> String {
+    let SuspendReport { name, how, fell_back, .. } = report;
+    let why = fell_back.as_ref().map(|why| format!(", because the chosen method failed: {why}")).unwrap_or_default();
+    match how {
+        host::RebootMethod::Warm => format!("{name}: suspended, its RAM in place{why}\n"),
+        host::RebootMethod::Saved => format!("{name}: suspended, its RAM on disk{why}\n"),
+        host::RebootMethod::Cold => format!("{name}: shut down{why}\n"),
     }
 }
 
 fn resume(output: &Output) -> Result<ExitCode> {
-    let resumed = host::resume(&Host::open()?)?;
-    let mut text: String = resumed.iter().map(resumed_line).collect();
+    let reports = host::resume(&Host::open()?)?;
+    let mut text: String = reports.iter().map(resumed_line).collect();
     if text.is_empty() {
         text = "no VM is suspended".into();
     }
-    output.result(&resumed, text)?;
-    let failed = resumed.iter().any(|one| matches!(one.outcome, ResumeOutcome::Failed { .. }));
-    Ok(if failed { ExitCode::from(3) } else { ExitCode::SUCCESS })
+    output.result(&reports, text)?;
+    let has_failed = reports.iter().any(|report| matches!(report.outcome, ResumeOutcome::Failed { .. }));
+    Ok(if has_failed { ExitCode::from(3) } else { ExitCode::SUCCESS })
 }
 
-fn resumed_line(one: &ResumeReport) -> String {
-    let away = one.resume_us.map(|at| duration(at.saturating_sub(one.stop_us))).unwrap_or_default();
-    let name = &one.name;
-    match &one.outcome {
-        ResumeOutcome::Resumed => format!("{name}: resumed with its memory after {away}\n"),
-        ResumeOutcome::Booted => format!("{name}: booted {away} after it was shut down\n"),
+fn resumed_line(report: &ResumeReport) -> String {
+    let name = &report.name;
+    let downtime = report.resume_us.map(|resume_us| duration(resume_us.saturating_sub(report.stop_us)));
+    let downtime = downtime.unwrap_or_default();
+    match &report.outcome {
+        ResumeOutcome::Resumed => format!("{name}: resumed with its memory after {downtime}\n"),
+        ResumeOutcome::Booted => format!("{name}: booted {downtime} after it was shut down\n"),
         ResumeOutcome::Lost { why } => format!("{name}: its memory is lost; booted from its disks: {why}\n"),
         ResumeOutcome::Failed { error } => format!("{name}: not resumed: {error}; try: rekindle recover {name}\n"),
     }

@@ -1,7 +1,10 @@
-//! One file per command.
+//! The commands, one file for each group, and what they share.
 
+use crate::cli::{DiskRule, RebootMethod};
 use crate::output::Usage;
 use anyhow::Result;
+use rekindle_protect::protector::DiskPolicy;
+use rekindle_reboot::vmm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -15,13 +18,15 @@ pub mod disk;
 pub mod doctor;
 pub mod dry_run;
 pub mod generate;
+pub mod helpers;
 pub mod host;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;
 pub mod probe;
 pub mod protect;
-pub mod reboot;
+pub mod reboot_os;
+pub mod reboot_vmm;
 pub mod recover;
 pub mod restore;
 pub mod run;
@@ -30,9 +35,9 @@ pub mod stop;
 pub mod store;
 
 /// Rejects names that are given twice.
-fn distinct(given: &[Name]) -> Result<Vec<String>> {
+fn distinct_names(arguments: &[Name]) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
-    for name in given.iter().map(ToString::to_string) {
+    for name in arguments.iter().map(ToString::to_string) {
         if names.contains(&name) {
             return Err(Usage(format!("VM {name} is named twice")).into());
         }
@@ -42,9 +47,26 @@ fn distinct(given: &[Name]) -> Result<Vec<String>> {
 }
 
 /// Returns the run directory of an existing VM.
-fn known(host: &Host, name: &str) -> Result<RunDir> {
+fn existing_run_dir(host: &Host, name: &str) -> Result<RunDir> {
     let rundir = RunDir::new(&host.root, name);
     if rundir.exists() { Ok(rundir) } else { Err(LifeError::Unknown { name: name.into() }.into()) }
+}
+
+fn reboot_method(argument: RebootMethod) -> vmm::RebootMethod {
+    match argument {
+        RebootMethod::Warm => vmm::RebootMethod::Warm,
+        RebootMethod::Saved => vmm::RebootMethod::Saved,
+        RebootMethod::Cold => vmm::RebootMethod::Cold,
+    }
+}
+
+/// Returns how `protect` treats disks that Rekindle does not serve.
+fn disk_policy(hook: Option<&String>, rule: Option<DiskRule>) -> DiskPolicy {
+    match (hook, rule) {
+        (Some(command), _) => DiskPolicy::Hook(command.clone()),
+        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
+        (None, None) => DiskPolicy::Refuse,
+    }
 }
 
 /// Returns a flag that SIGINT and SIGTERM set, for commands that then shut down cleanly.

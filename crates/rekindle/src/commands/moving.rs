@@ -1,6 +1,6 @@
-//! `rekindle move`, and the command that it starts on the destination host.
+//! `rekindle move`, and `rekindle receive`, which it starts on the destination host.
 
-use super::dry_run;
+use super::dry_run::{self, PlannedAction};
 use super::interrupts;
 use super::store::identity;
 use crate::cli::{self, Move};
@@ -19,7 +19,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let settings = MoveSettings {
-        remote: remote_host(&arguments.far),
+        remote: remote_host(&arguments.remote),
         store: absolute_store(&arguments.store)?,
         create_store: arguments.create_store,
         identity: identity(&arguments.tls),
@@ -31,29 +31,27 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
         let _ = output.result(event, format!("{name}: {event}"));
     };
     if arguments.dry_run {
-        let would = format!("move its guest to {}", arguments.far.to);
-        return dry_run::print(
-            output,
-            &[(name.to_string(), check(&host, name, &settings, &mut |_| {}).map(|()| would))],
-        );
+        let would_move = format!("move its guest to {}", arguments.remote.to);
+        let action = check(&host, name, &settings, &mut |_| {}).map(|()| would_move);
+        return dry_run::print(output, &[PlannedAction { name: name.to_string(), action }]);
     }
     let moved = start(&host, name, &settings, &interrupted, &mut report)?;
-    output.result(&moved, text(&moved))?;
+    output.result(&moved, describe(&moved))?;
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) fn remote_host(arguments: &cli::Far) -> RemoteHost {
-    let cli::Far { to, ssh, rekindle } = arguments;
+pub(super) fn remote_host(arguments: &cli::RemoteHost) -> RemoteHost {
+    let cli::RemoteHost { to, ssh, rekindle } = arguments;
     RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
 }
 
-pub(super) fn text(moved: &MoveReport) -> String {
-    let there = moved.destination.as_ref().map_or_else(String::new, |there| {
-        let waited = if there.prepared { ", prepared before" } else { "" };
-        format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)
+pub(super) fn describe(moved: &MoveReport) -> String {
+    let destination = moved.destination.as_ref().map_or_else(String::new, |destination| {
+        let prepared = if destination.prepared { ", prepared before" } else { "" };
+        format!(" (QEMU process {}{prepared}); {}", destination.pid, destination.clock)
     });
     format!(
-        "{} runs on {} after {}, stopped for {}{there}; its memory is loaded on demand",
+        "{} runs on {} after {}, stopped for {}{destination}; its memory is loaded on demand",
         moved.name,
         moved.host,
         duration(moved.resumed_after_us),
@@ -73,10 +71,10 @@ fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
 
 pub fn receive() -> Result<ExitCode> {
     let host = Host::open()?;
-    let running = |name: &str| super::reboot::start_helpers(&host, name);
+    let start_helpers = |name: &str| super::helpers::start_helpers(&host, name);
     // Use the descriptors unbuffered: a wait for input polls the descriptor, and must not miss bytes in a buffer.
-    let from = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-    let to = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
-    target::receive(&host, from, to, &running)?;
+    let requests = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let answers = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    target::receive(&host, requests, answers, &start_helpers)?;
     Ok(ExitCode::SUCCESS)
 }

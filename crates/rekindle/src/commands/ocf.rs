@@ -1,20 +1,22 @@
-//! `rekindle ocf`.
+//! `rekindle ocf`: the actions of the resource agent, which [`rekindle_cluster`] carries out.
 
+use super::dry_run::{self, PlannedAction};
+use super::helpers::start_helpers;
 use super::store::identity;
-use super::{dry_run, moving};
+use super::{disk_policy, moving};
 use crate::cli::{DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::config::{Utilization, configuration_commands};
-use rekindle_cluster::migrate::{migrate_to as migrate, settings as move_settings};
-use rekindle_cluster::monitor::{Verdict, monitor as check_running};
+use rekindle_cluster::migrate;
+use rekindle_cluster::monitor::{self, Verdict};
 use rekindle_cluster::resource::Resource;
-use rekindle_cluster::start::{StartResult, start as begin};
-use rekindle_cluster::stop::{self, stop as end};
+use rekindle_cluster::start::{self, StartResult};
+use rekindle_cluster::stop;
 use rekindle_life::stop::{Stoppable, stoppable};
 use rekindle_protect::moving::MoveEvent;
 use rekindle_protect::moving::source::check;
-use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
+use rekindle_protect::protector::ProtectSettings;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -24,25 +26,20 @@ use std::time::Instant;
 
 pub fn run(output: &Output, command: &Ocf) -> Result<ExitCode> {
     match command {
-        Ocf::Start(arguments) => start(output, arguments),
-        Ocf::Stop(arguments) => stop(output, arguments),
+        Ocf::Start(arguments) => start_vm(output, arguments),
+        Ocf::Stop(arguments) => stop_vm(output, arguments),
         Ocf::MigrateTo(arguments) => migrate_to(output, arguments),
-        Ocf::Monitor(arguments) => monitor(output, arguments),
+        Ocf::Monitor(arguments) => monitor_vm(output, arguments),
         Ocf::ShowConfig(arguments) => show_config(output, arguments),
     }
 }
 
-fn definition(arguments: &OcfResource) -> PathBuf {
-    let usual = || Path::new("/etc/rekindle").join(format!("{}.toml", arguments.name));
-    arguments.definition.clone().unwrap_or_else(usual)
+fn definition_path(arguments: &OcfResource) -> PathBuf {
+    let default = || Path::new("/etc/rekindle").join(format!("{}.toml", arguments.name));
+    arguments.definition.clone().unwrap_or_else(default)
 }
 
 fn resource(arguments: &OcfResource) -> Resource {
-    let disks = match (&arguments.disk_hook, arguments.disk) {
-        (Some(command), _) => DiskPolicy::Hook(command.clone()),
-        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
-        (None, None) => DiskPolicy::Refuse,
-    };
     let protect = ProtectSettings {
         store: arguments.store.clone(),
         identity: identity(&arguments.tls),
@@ -50,7 +47,7 @@ fn resource(arguments: &OcfResource) -> Resource {
         policy: arguments.policy,
         keep: arguments.keep,
         max_lag: None,
-        disks,
+        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk),
         count: None,
         output_commit: arguments.output_commit,
         compare: false,
@@ -58,18 +55,18 @@ fn resource(arguments: &OcfResource) -> Resource {
         create_store: false,
         abandon_old: false,
     };
-    Resource { name: arguments.name.clone(), definition: definition(arguments), protect }
+    Resource { name: arguments.name.clone(), definition: definition_path(arguments), protect }
 }
 
 fn deadline(arguments: &OcfResource) -> Instant {
     Instant::now() + arguments.within.as_duration()
 }
 
-fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
+fn start_vm(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let (host, resource) = (Host::open()?, resource(arguments));
-    let started = begin(&host, &resource, deadline(arguments))?;
+    let started = start::start(&host, &resource, deadline(arguments))?;
     let name = &resource.name;
-    super::reboot::start_helpers(&host, name.as_str());
+    start_helpers(&host, name.as_str());
     let text = match &started {
         StartResult::Already => format!("{name} runs already"),
         StartResult::Restored(restored) => format!("{name} resumed from checkpoint {}", restored.checkpoint),
@@ -79,64 +76,70 @@ fn start(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
+fn stop_vm(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
     let how = match arguments.how {
         StopMethod::Suspend => stop::StopMethod::Suspend,
         StopMethod::Shutdown => stop::StopMethod::ShutDown,
     };
+    let host = Host::open()?;
     let resource = resource(&arguments.resource);
+    let name = &resource.name;
     if arguments.dry_run {
-        let name = resource.name.to_string();
-        let first = match how {
-            stop::StopMethod::Suspend => "take a last checkpoint",
-            stop::StopMethod::ShutDown => "shut its guest down",
-        };
-        let would = match stoppable(&Host::open()?, &name) {
-            Ok(Stoppable::Guest(pid)) => Ok(format!("{first}, and end QEMU process {pid}")),
-            Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
-            Ok(Stoppable::Files) => Ok("remove what is left of it; its QEMU has ended".to_owned()),
-            Err(LifeError::Unknown { .. }) => Ok("do nothing: it does not run here".to_owned()),
-            Err(e) => Err(e),
-        };
-        return dry_run::print(output, &[(name, would)]);
+        let action = plan_stop(&host, name.as_str(), how);
+        return dry_run::print(output, &[PlannedAction { name: name.to_string(), action }]);
     }
-    let stopped = end(&Host::open()?, &resource, how, deadline(&arguments.resource))?;
+    let stopped = stop::stop(&host, &resource, how, deadline(&arguments.resource))?;
     let text = match &stopped.lost {
         None if how != stopped.how => {
-            format!(
-                "{} is off; it did not shut down in time; the next start resumes it from its last checkpoint",
-                resource.name
-            )
+            format!("{name} is off; it did not shut down in time; the next start resumes it from its last checkpoint")
         }
-        None => format!("{} is off", resource.name),
-        Some(why) => format!("{} is off, without a last checkpoint: {why}", resource.name),
+        None => format!("{name} is off"),
+        Some(why) => format!("{name} is off, without a last checkpoint: {why}"),
     };
     output.result(&stopped, text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
-    let resource = resource(&arguments.resource);
-    let mut report = |event: &MoveEvent| tracing::debug!("{event}");
-    let (far, deadline) = (moving::remote_host(&arguments.far), deadline(&arguments.resource));
-    if arguments.dry_run {
-        let (name, would) = (resource.name.to_string(), format!("move its guest to {}", far.host));
-        let checked = check(&Host::open()?, &resource.name, &move_settings(&resource, far), &mut report);
-        return dry_run::print(output, &[(name, checked.map(|()| would))]);
+/// Describes the action of a stop.
+fn plan_stop(host: &Host, name: &str, how: stop::StopMethod) -> Result<String, LifeError> {
+    let first_step = match how {
+        stop::StopMethod::Suspend => "take a last checkpoint",
+        stop::StopMethod::ShutDown => "shut its guest down",
+    };
+    match stoppable(host, name) {
+        Ok(Stoppable::Guest(pid)) => Ok(format!("{first_step}, and end QEMU process {pid}")),
+        Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
+        Ok(Stoppable::Files) => Ok("remove what is left of it; its QEMU has ended".to_owned()),
+        Err(LifeError::Unknown { .. }) => Ok("do nothing: it does not run here".to_owned()),
+        Err(e) => Err(e),
     }
-    let moved = migrate(&Host::open()?, &resource, far, deadline, &mut report)?;
-    output.result(&moved, moving::text(&moved))?;
+}
+
+fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let resource = resource(&arguments.resource);
+    let remote = moving::remote_host(&arguments.remote);
+    let deadline = deadline(&arguments.resource);
+    let mut report = |event: &MoveEvent| tracing::debug!("{event}");
+    if arguments.dry_run {
+        let would_move = format!("move its guest to {}", remote.host);
+        let checked = check(&host, &resource.name, &migrate::settings(&resource, remote), &mut report);
+        let plan = PlannedAction { name: resource.name.to_string(), action: checked.map(|()| would_move) };
+        return dry_run::print(output, &[plan]);
+    }
+    let moved = migrate::migrate_to(&host, &resource, remote, deadline, &mut report)?;
+    output.result(&moved, moving::describe(&moved))?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
+fn monitor_vm(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
     let resource = resource(&arguments.resource);
     // An unknown state must not count as "not running": report it as a failure.
     let verdict = match Host::open() {
         Ok(host) => {
-            let verdict = check_running(&host, &resource, deadline(&arguments.resource), arguments.deep);
+            let verdict = monitor::monitor(&host, &resource, deadline(&arguments.resource), arguments.deep);
             if let Verdict::Running | Verdict::Degraded(_) = verdict {
-                super::reboot::start_helpers(&host, resource.name.as_str());
+                start_helpers(&host, resource.name.as_str());
             }
             verdict
         }
@@ -147,7 +150,7 @@ fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 }
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
-    let file = definition(arguments);
+    let file = definition_path(arguments);
     // Not a usage error: the agent would report that as an error of the whole cluster, but files are specific to a
     // node.
     let definition = Definition::load(&file)?;

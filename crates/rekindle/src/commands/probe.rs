@@ -1,4 +1,4 @@
-//! `rekindle probe`.
+//! `rekindle probe`: runs the measuring client [`rekindle_probe`], and prints its report.
 
 use super::interrupts;
 use crate::cli::Probe;

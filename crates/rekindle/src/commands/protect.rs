@@ -1,23 +1,18 @@
-//! `rekindle protect` and `release`.
+//! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
-use super::interrupts;
 use super::store::identity;
-use crate::cli::{DiskRule, NameOnly, Protect};
+use super::{disk_policy, interrupts};
+use crate::cli::{NameOnly, Protect};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
-use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
+use rekindle_protect::protector::{ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
 pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let host = Host::open()?;
-    let disks = match (&arguments.disk_hook, arguments.disk) {
-        (Some(command), _) => DiskPolicy::Hook(command.clone()),
-        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
-        (None, None) => DiskPolicy::Refuse,
-    };
     let settings = ProtectSettings {
         store: arguments.store.clone(),
         identity: identity(&arguments.tls),
@@ -25,7 +20,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         policy: arguments.policy,
         keep: arguments.keep,
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
-        disks,
+        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk),
         count: arguments.count,
         output_commit: arguments.output_commit,
         compare: arguments.compare,
@@ -35,10 +30,10 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
-    let mut wrong = 0;
+    let mut wrong_pages = 0;
     let mut report = |event: &ProtectEvent| {
         if let ProtectEvent::Compared(compared) = event {
-            wrong += compared.wrong;
+            wrong_pages += compared.wrong;
         }
         let _ = output.result(event, format!("{name}: {event}"));
     };
@@ -49,13 +44,13 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         StopReason::Stays => "the guest is stopped at the last one",
         StopReason::QemuEnded => "its QEMU has ended",
     };
-    let held = if summary.output_held {
+    let output_note = if summary.output_held {
         format!("; its network output is held until it is protected again, or until: rekindle release {name}")
     } else {
         String::new()
     };
-    output.result(&summary, format!("{name}: {} checkpoints; {why}{held}", summary.checkpoints))?;
-    Ok(if summary.ended == StopReason::QemuEnded || wrong > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    output.result(&summary, format!("{name}: {} checkpoints; {why}{output_note}", summary.checkpoints))?;
+    Ok(if summary.ended == StopReason::QemuEnded || wrong_pages > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 pub fn release(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {

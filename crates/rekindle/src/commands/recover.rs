@@ -1,4 +1,4 @@
-//! `rekindle recover`.
+//! `rekindle recover`: starts the pager if it is needed, recovers the VM, and starts its helpers.
 
 use crate::cli::Recover;
 use crate::output::Output;
@@ -16,22 +16,23 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
-    if let Some(owned) = OwnerRecord::read(&rundir)? {
+    if let Some(owner) = OwnerRecord::read(&rundir)? {
         // Another host may have become the owner before the interrupted operation ended the guest on this host.
-        owned.may_run(&rundir)?;
+        owner.may_run(&rundir)?;
     }
-    let discarded = Journal::read(&rundir)?.is_some_and(|left| {
-        matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
+    // The recovery ends the QEMU of these operations, so its memory is not needed.
+    let is_memory_discarded = Journal::read(&rundir)?.is_some_and(|journal| {
+        matches!(journal.operation.kind, Kind::Restore | Kind::OsPhase) && journal.operation.step < Step::Resume
     });
-    if rundir.fill().exists() && !discarded {
+    if rundir.fill().exists() && !is_memory_discarded {
         // Start the pager first: a QEMU that waits for a missing page answers no QMP command. A second pager ends by
         // itself.
         start_pager(&rundir)?;
     }
-    let patience = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
-    let recovered = recover::recover(&host, name.as_str(), patience)?;
+    let policy = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
+    let recovered = recover::recover(&host, name.as_str(), policy)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
-        super::reboot::start_helpers(&host, name.as_str());
+        super::helpers::start_helpers(&host, name.as_str());
     }
     output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
     Ok(ExitCode::SUCCESS)

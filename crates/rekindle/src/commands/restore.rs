@@ -1,7 +1,7 @@
-//! `rekindle restore` and `rekindle pager`.
+//! `rekindle restore` resumes a guest from a checkpoint; `rekindle pager` loads the rest of its memory.
 
 use super::store::identity;
-use super::{interrupts, known};
+use super::{existing_run_dir, interrupts};
 use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
 use anyhow::Result;
@@ -26,25 +26,26 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         move_claim: None,
     };
     if arguments.prepare {
-        let waits = prepare(&host, &arguments.name, &request)?;
+        let prepared = prepare(&host, &arguments.name, &request)?;
         let text = format!(
-            "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: rekindle restore {} --store {}",
-            waits.name,
-            if waits.replaced { " again" } else { "" },
-            waits.pid,
-            bytes(waits.resident_bytes),
-            bytes(waits.ram_bytes),
-            waits.name,
+            "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: \
+             rekindle restore {} --store {}",
+            prepared.name,
+            if prepared.replaced { " again" } else { "" },
+            prepared.pid,
+            bytes(prepared.resident_bytes),
+            bytes(prepared.ram_bytes),
+            prepared.name,
             arguments.store
         );
-        output.result(&waits, text)?;
+        output.result(&prepared, text)?;
         return Ok(ExitCode::SUCCESS);
     }
     let restored = run(&host, &arguments.name, &request)?;
-    super::reboot::start_helpers(&host, &restored.name);
-    let rest = if restored.filled { "all of its memory is loaded" } else { "its memory is loaded on demand" };
+    super::helpers::start_helpers(&host, &restored.name);
+    let memory = if restored.filled { "all of its memory is loaded" } else { "its memory is loaded on demand" };
     let text = format!(
-        "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {rest}; {}",
+        "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {memory}; {}",
         restored.name,
         duration(restored.resumed_after_us),
         restored.checkpoint,
@@ -64,7 +65,7 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     let mut report = |event: &PagerEvent| {
         let _ = output.result(event, format!("{name}: {event}"));
     };
-    let rundir = known(&host, &name)?;
+    let rundir = existing_run_dir(&host, &name)?;
     let progress = if arguments.hand_over {
         // Notify the previous pager, which supplies pages until then. If it has ended, nothing waits for the
         // notification.

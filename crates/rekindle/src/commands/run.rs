@@ -1,5 +1,6 @@
-//! `rekindle run`.
+//! `rekindle run`: starts a VM from its definition.
 
+use super::show::{description, version_text};
 use crate::cli::Run;
 use crate::output::{Output, Usage};
 use anyhow::Result;
@@ -16,8 +17,8 @@ pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let vm = NewVm { definition, qemu: arguments.qemu, uuid: None, leftover_log };
     let state = boot::start(&host, vm, |_, _| Ok::<_, HandoverError>(()))?;
     let name = state.hardware.name.clone();
-    super::reboot::start_helpers(&host, &name);
-    let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
+    super::helpers::start_helpers(&host, &name);
+    let version = version_text(&state);
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
     let text = format!(
         "{name} runs: QEMU {version} (process {}), {}, {}; its console: rekindle console {name}",
@@ -25,6 +26,6 @@ pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
         state.hardware.machine,
         state.hardware.accel,
     );
-    output.result(&super::show::description(&host, &state)?, text)?;
+    output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
 }

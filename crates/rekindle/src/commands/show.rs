@@ -1,14 +1,14 @@
-//! `rekindle ls` and `rekindle show`.
+//! `rekindle ls` and `rekindle show`: the VMs of this host, one VM with all defaults, and a timeline of its last
+//! operation.
 
-use super::known;
+use super::existing_run_dir;
 use crate::cli::Show;
-use crate::output::{Output, bytes as output_bytes, duration};
+use crate::output::{self, Output, duration};
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_reboot::os::phase::Candidate;
-use rekindle_reboot::os::phase::candidates;
+use rekindle_reboot::os::phase::{Candidate, candidates};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::helpers::{self, HelperStatus};
 use rekindle_vm::host::Host;
@@ -26,22 +26,22 @@ pub fn list(output: &Output) -> Result<ExitCode> {
     table
         .load_preset(presets::NOTHING)
         .set_header(["NAME", "STATUS", "QEMU", "PROCESS", "MEMORY", "MACHINE", "STARTED"]);
-    let mut all = Vec::new();
+    let mut vms = Vec::new();
     for name in RunDir::list(&host.root)? {
         let rundir = RunDir::new(&host.root, &name);
-        let found = State::read(&rundir).and_then(|state| Ok((state, status::status(&rundir)?)));
-        let (state, status) = match found {
+        let read = State::read(&rundir).and_then(|state| Ok((state, status::status(&rundir)?)));
+        let (state, status) = match read {
             Ok((Some(state), status)) => (state, status),
             // The VM is just being created or removed.
             Ok((None, _)) => continue,
             Err(e) => {
-                all.push(json!({"name": name, "error": e.to_string()}));
+                vms.push(json!({"name": name, "error": e.to_string()}));
                 table.add_row([name, e.to_string()]);
                 continue;
             }
         };
-        let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
-        let pid = qemu(&state).map(|vmm| vmm.pid);
+        let version = version_text(&state);
+        let pid = current_qemu(&state).map(|vmm| vmm.pid);
         table.add_row([
             name.clone(),
             status.to_string(),
@@ -51,35 +51,47 @@ pub fn list(output: &Output) -> Result<ExitCode> {
             state.hardware.machine.clone(),
             state.attached.as_ref().map_or("rekindle".to_owned(), |attached| format!("attached, {}", attached.starter)),
         ]);
-        all.push(json!({"name": name, "status": status, "qemu_version": version, "pid": pid,
+        vms.push(json!({"name": name, "status": status, "qemu_version": version, "pid": pid,
             "memory": state.definition.memory, "machine": state.hardware.machine, "attached": state.attached}));
     }
-    let text = if all.is_empty() { "no VMs; start one: rekindle run FILE".to_owned() } else { table.trim_fmt() };
-    output.result(&all, text)?;
+    let text = if vms.is_empty() { "no VMs; start one: rekindle run FILE".to_owned() } else { table.trim_fmt() };
+    output.result(&vms, text)?;
     Ok(ExitCode::SUCCESS)
 }
 
 pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.as_str();
-    let rundir = RunDir::new(&host.root, name);
     if arguments.timeline {
-        let rundir = known(&host, name)?;
-        let entries = timeline::read(&rundir)?;
-        output.result(&entries, draw(&entries))?;
+        let entries = timeline::read(&existing_run_dir(&host, name)?)?;
+        output.result(&entries, draw_timeline(&entries))?;
         return Ok(ExitCode::SUCCESS);
     }
+    let rundir = RunDir::new(&host.root, name);
     let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
-    let status = status::status(&rundir)?;
     let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
-    let mut text = format!("# {name} is {status}\n");
+    let mut text = format!("# {name} is {}\n", status::status(&rundir)?);
+    text += &describe_state(&rundir, &state);
+    for helper in helpers::list(&rundir)? {
+        text += &helper_line(&helper);
+    }
+    for candidate in candidates::list(&host, &rundir, &state) {
+        text += &candidate_line(&candidate);
+    }
+    text += &format!("\n{definition}");
+    output.result(&description(&host, &state)?, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Formats the lines about a VM's QEMU and hardware.
+fn describe_state(rundir: &RunDir, state: &State) -> String {
+    let mut text = String::new();
     if let Some(attached) = &state.attached {
         text += &format!("# attached to a QEMU that was started {}\n", attached.starter);
         text += "# the definition below is incomplete; a checkpoint has its whole command line\n";
     }
-    if let Some(vmm) = qemu(&state) {
-        let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();
-        text += &format!("# QEMU {version}: {} (process {})\n", vmm.binary.display(), vmm.pid);
+    if let Some(vmm) = current_qemu(state) {
+        text += &format!("# QEMU {}: {} (process {})\n", version_text(state), vmm.binary.display(), vmm.pid);
         text += &match &vmm.monitor {
             Some(monitor) => format!("# monitor: {monitor}\n"),
             None => format!("# sockets: {}\n", vmm.directory.display()),
@@ -97,15 +109,12 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     if state.attached.is_none() {
         text += &format!("# RAM: {}\n", hardware.ram.path.display());
     }
-    for helper in helpers::list(&rundir)? {
-        text += &helper_line(&helper);
-    }
-    for candidate in candidates::list(&host, &rundir, &state) {
-        text += &line(&candidate);
-    }
-    text += &format!("\n{definition}");
-    output.result(&description(&host, &state)?, text)?;
-    Ok(ExitCode::SUCCESS)
+    text
+}
+
+/// Returns the version of the VM's QEMU; empty if it is not known.
+pub fn version_text(state: &State) -> String {
+    state.version.as_ref().map(ToString::to_string).unwrap_or_default()
 }
 
 /// Formats the line about a process that serves the VM.
@@ -122,18 +131,18 @@ fn helper_line(helper: &HelperStatus) -> String {
 }
 
 /// Formats the line about a phase that is or will be saved.
-fn line(candidate: &Candidate) -> String {
-    let Candidate { name, taken_us, bytes, void } = candidate;
-    let age = taken_us.map(|at| format!(", {} old", duration(timeline::host_us().saturating_sub(at))));
-    let may = void.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
-    match age {
-        Some(age) => format!("# phase {name}: {}{age}; {may}\n", output_bytes(*bytes)),
-        None => format!("# phase {name}: {}\n", void.as_deref().unwrap_or_default()),
-    }
+fn candidate_line(candidate: &Candidate) -> String {
+    let Candidate { name, taken_us, bytes, unusable_because } = candidate;
+    let Some(taken_us) = taken_us else {
+        return format!("# phase {name}: {}\n", unusable_because.as_deref().unwrap_or_default());
+    };
+    let (size, age) = (output::bytes(*bytes), duration(timeline::host_us().saturating_sub(*taken_us)));
+    let usability = unusable_because.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
+    format!("# phase {name}: {size}, {age} old; {usability}\n")
 }
 
 /// Returns the QEMU that runs the guest, or is prepared for it.
-fn qemu(state: &State) -> Option<&Vmm> {
+fn current_qemu(state: &State) -> Option<&Vmm> {
     state.vmm.as_ref().or(state.prepared.as_ref().map(|prepared| &prepared.vmm))
 }
 
@@ -142,7 +151,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
     let rundir = RunDir::new(&host.root, &state.hardware.name);
     let directory = rundir.vmm(state.generation);
     // If the binary no longer exists, the syntax of its options does not matter: no QEMU can be started from it.
-    let binary = qemu(state).map_or(&state.definition.qemu, |vmm| &vmm.binary);
+    let binary = current_qemu(state).map_or(&state.definition.qemu, |vmm| &vmm.binary);
     let syntax = rundir.binary(binary).map(|binary| binary.syntax).unwrap_or_default();
     Ok(json!({
         "name": state.hardware.name,
@@ -159,7 +168,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "definition": state.definition,
         "hardware": state.hardware,
         "command_line": state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, syntax),
-        "running_command_line": qemu(state).and_then(|vmm| command_line(vmm.pid)),
+        "running_command_line": current_qemu(state).and_then(|vmm| command_line(vmm.pid)),
     }))
 }
 
@@ -172,41 +181,46 @@ fn command_line(pid: u32) -> Option<Vec<String>> {
 }
 
 /// Width of the bars in characters.
-const WIDTH: u64 = 48;
+const BAR_WIDTH: u64 = 48;
+/// A longer time between two steps separates operations.
+const MAX_GAP_NS: u64 = 1_000_000_000;
 
 /// Draws the last operation's steps as bars over time.
-fn draw(entries: &[Entry]) -> String {
-    let Some(last) = entries.last() else { return "no operation has been done on this VM yet".into() };
-    // Find the last operation's first step: its steps follow one another without a gap.
-    let mut from = entries.len() - 1;
-    while let (Some(before), Some(now)) = (from.checked_sub(1).and_then(|n| entries.get(n)), entries.get(from)) {
-        let end = before.start_mono_ns + before.us * 1000;
-        if before.operation != now.operation
-            || before.phase > now.phase
-            || now.start_mono_ns.saturating_sub(end) > 1_000_000_000
-        {
-            break;
-        }
-        from -= 1;
-    }
-    let steps = entries.get(from..).unwrap_or_default();
-    let begin = steps.first().map_or(0, |step| step.start_mono_ns);
-    let total = (last.start_mono_ns + last.us * 1000).saturating_sub(begin).max(1);
-    let mut text = format!("{} of {}: {}\n", last.operation, last.vm, duration(total / 1000));
+fn draw_timeline(entries: &[Entry]) -> String {
+    let steps = last_operation(entries);
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
+        return "no operation has been done on this VM yet".into();
+    };
+    let begin_ns = first.start_mono_ns;
+    let total_ns = end_ns(last).saturating_sub(begin_ns).max(1);
+    let mut text = format!("{} of {}: {}\n", last.operation, last.vm, duration(total_ns / 1000));
     for step in steps {
-        let start = (step.start_mono_ns - begin) * WIDTH / total;
-        let end = ((step.start_mono_ns - begin + step.us * 1000) * WIDTH)
-            .div_ceil(total)
-            .clamp(start + 1, WIDTH.max(start + 1));
+        let start = (step.start_mono_ns - begin_ns) * BAR_WIDTH / total_ns;
+        // Each step is at least one character long, also the last one.
+        let end = ((end_ns(step) - begin_ns) * BAR_WIDTH).div_ceil(total_ns);
+        let end = end.clamp(start + 1, BAR_WIDTH.max(start + 1));
         let bar = format!("{}{}", " ".repeat(start as usize), "█".repeat((end - start) as usize));
-        let bar: String = bar.chars().take(WIDTH as usize + 1).collect();
-        text += &format!(
-            "{:8} {:24} {bar:width$} {:>9}\n",
-            step.phase,
-            step.step,
-            duration(step.us),
-            width = WIDTH as usize + 1
-        );
+        let width = BAR_WIDTH as usize + 1;
+        let bar: String = bar.chars().take(width).collect();
+        text += &format!("{:8} {:24} {bar:width$} {:>9}\n", step.phase, step.step, duration(step.us));
     }
     text
+}
+
+/// Returns the steps of the last operation: they follow one another without a gap.
+fn last_operation(entries: &[Entry]) -> &[Entry] {
+    let is_boundary = |pair: &[Entry]| match pair {
+        [before, after] => {
+            before.operation != after.operation
+                || before.phase > after.phase
+                || after.start_mono_ns.saturating_sub(end_ns(before)) > MAX_GAP_NS
+        }
+        _ => false,
+    };
+    let last_boundary = entries.windows(2).rposition(is_boundary);
+    last_boundary.and_then(|index| entries.get(index + 1..)).unwrap_or(entries)
+}
+
+fn end_ns(step: &Entry) -> u64 {
+    step.start_mono_ns + step.us * 1000
 }

@@ -1,12 +1,12 @@
-//! `rekindle store`.
+//! `rekindle store`: creates, lists, verifies, compacts, exports, imports and serves stores of checkpoints.
 
 use crate::cli::{StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 use crate::output::{Output, Usage, bytes, duration};
+use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rekindle_store::admin;
-use rekindle_store::export as streams;
+use rekindle_store::export as stream;
 use rekindle_store::listing::{ListedCheckpoint, Listing};
 use rekindle_store::remote::Identity;
 use rekindle_store::remote::server::{Server, Timeouts};
@@ -21,8 +21,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::thread;
-use std::time::Duration;
 use uuid::Uuid;
+
+const PAGE_BYTES: u64 = 4096;
+const READ_BUFFER_BYTES: usize = 1 << 20;
 
 /// Returns the TLS identity from the command line.
 pub(super) fn identity(tls: &Tls) -> Option<Identity> {
@@ -39,12 +41,12 @@ pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
 
 pub fn list(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
     let listing = admin::listing(&arguments.store, identity(&arguments.tls).as_ref())?;
-    output.result(&listing, draw(&listing))?;
-    let damaged = listing.checkpoints.iter().any(|listed| listed.error.is_some());
-    Ok(if damaged { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    output.result(&listing, describe(&listing))?;
+    let is_damaged = listing.checkpoints.iter().any(|listed| listed.error.is_some());
+    Ok(if is_damaged { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn draw(listing: &Listing) -> String {
+fn describe(listing: &Listing) -> String {
     let Vm { uuid, name } = &listing.vm;
     let mut text = format!("VM {name} ({uuid})\n");
     match &listing.owner {
@@ -78,7 +80,7 @@ fn draw(listing: &Listing) -> String {
 }
 
 pub fn verify(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
-    let bar = progress(output, "verifying");
+    let bar = start_progress_bar(output, "verifying");
     let result = admin::verified(&arguments.store, identity(&arguments.tls).as_ref(), &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
@@ -111,149 +113,134 @@ pub fn compact(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
 
 pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     let StoreExport { from, at, output: file, machine } = arguments;
-    let to_stdout = file == Path::new("-");
-    if to_stdout && output.json() {
-        return Err(Usage("--json uses standard output: write the stream to a file, --output FILE".into()).into());
+    let is_to_stdout = file == Path::new("-");
+    let usage = |text: &str| Err(Usage(text.into()).into());
+    if is_to_stdout && output.json() {
+        return usage("--json uses standard output: write the stream to a file, --output FILE");
     }
-    if to_stdout && io::stdout().is_terminal() {
-        return Err(Usage(
-            "standard output is a terminal: write the stream to a file, --output FILE, or to a pipe".into(),
-        )
-        .into());
+    if is_to_stdout && io::stdout().is_terminal() {
+        return usage("standard output is a terminal: write the stream to a file, --output FILE, or to a pipe");
     }
-    let which = ReadOptions { at: *at, identity: identity(&from.tls), ..ReadOptions::default() };
-    let image = Image::open(&from.store, &which)?;
-    let bar = progress(output, "exporting");
-    let mut step = |done, total| {
+    let options = ReadOptions { at: *at, identity: identity(&from.tls), ..ReadOptions::default() };
+    let image = Image::open(&from.store, &options)?;
+    let bar = start_progress_bar(output, "exporting");
+    let mut show_progress = |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     };
-    let machine = machine.as_deref();
-    let written = if to_stdout {
-        streams::export(&image, &mut io::stdout().lock(), machine, &mut step).map_err(anyhow::Error::from)
-    } else {
-        whole_file(file, |out| Ok(streams::export(&image, out, machine, &mut step)?))
+    let mut export = |out: &mut dyn Write| -> Result<u64> {
+        Ok(stream::export(&image, out, machine.as_deref(), &mut show_progress)?)
     };
+    let exported = if is_to_stdout { export(&mut io::stdout().lock()) } else { write_file(file, export) };
     bar.finish_and_clear();
-    let (written, number) = (written?, image.info().number);
-    let text = format!("checkpoint {number} of VM {}: {}", image.vm().name, bytes(written));
-    if to_stdout {
+    let (exported_bytes, number) = (exported?, image.info().number);
+    let text = format!("checkpoint {number} of VM {}: {}", image.vm().name, bytes(exported_bytes));
+    if is_to_stdout {
         eprintln!("{text}");
     } else {
-        output.result(&json!({"checkpoint": number, "bytes": written, "file": file}), text)?;
+        output.result(&json!({"checkpoint": number, "bytes": exported_bytes, "file": file}), text)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Writes a file that only its owner can read. The file appears only when it is complete. A pipe or a device is written
-/// to directly.
-fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
-    if fs::metadata(file).is_ok_and(|there| !there.is_file()) {
-        let mut out = OpenOptions::new().write(true).open(file).with_context(|| format!("{}", file.display()))?;
-        return write(&mut out);
+/// to directly. Returns the result of `write`.
+fn write_file<T>(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
+    if fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        let mut pipe = OpenOptions::new().write(true).open(path).with_context(|| path.display().to_string())?;
+        return write(&mut pipe);
     }
-    let mut partial = file.as_os_str().to_owned();
-    partial.push(".part");
-    let partial = Path::new(&partial);
-    let named = || format!("{}", partial.display());
-    let made = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(partial);
-    let mut out = made.with_context(named)?;
-    let written = write(&mut out).and_then(|done| {
-        out.sync_data().with_context(named)?;
-        fs::rename(partial, file).with_context(|| format!("{}", file.display()))?;
-        Ok(done)
+    let mut partial_path = path.as_os_str().to_owned();
+    partial_path.push(".part");
+    let partial_path = Path::new(&partial_path);
+    let partial_name = || partial_path.display().to_string();
+    let created = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(partial_path);
+    let mut file = created.with_context(partial_name)?;
+    let written = write(&mut file).and_then(|result| {
+        file.sync_data().with_context(partial_name)?;
+        fs::rename(partial_path, path).with_context(|| path.display().to_string())?;
+        Ok(result)
     });
     if written.is_err() {
-        let _ = fs::remove_file(partial);
+        let _ = fs::remove_file(partial_path);
     }
     written
 }
 
 pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
-    let StoreImport { to, file, create_store, name, uuid, keep } = arguments;
+    let StoreImport { to, file, create_store, keep, .. } = arguments;
     let identity = identity(&to.tls);
-    let vm = match (admin::listing(&to.store, identity.as_ref()), name) {
-        (Ok(found), None) => found.vm,
-        (Ok(found), Some(name)) => {
-            // The writer checks that this VM is the store's.
-            Vm { uuid: uuid.unwrap_or(found.vm.uuid), name: name.to_string() }
-        }
-        (Err(e), Some(name)) if *create_store && e.is_no_store() || matches!(e, StoreError::Unused { .. }) => {
-            Vm { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_string() }
-        }
-        (Err(StoreError::Unused { store }), None) => {
-            return Err(
-                Usage(format!("{store}: a new store, without a VM yet; give the VM's name: --name NAME")).into()
-            );
-        }
-        (Err(e), _) => return Err(e.into()),
-    };
-    let from: Box<dyn Read> = if file == Path::new("-") {
+    let vm = importing_vm(arguments, identity.as_ref())?;
+    let input: Box<dyn Read> = if file == Path::new("-") {
         Box::new(io::stdin().lock())
     } else {
-        Box::new(File::open(file).with_context(|| format!("{}", file.display()))?)
+        Box::new(File::open(file).with_context(|| file.display().to_string())?)
     };
+    let input = BufReader::with_capacity(READ_BUFFER_BYTES, input);
     let options = Options { keep: *keep, identity, create: *create_store, ..Options::new(vm, "store import") };
     let mut writer = Writer::open(&to.store, &options)?;
-    let bar = progress(output, "importing");
-    let done = streams::import(&mut writer, BufReader::with_capacity(1 << 20, from), &Value::Null, &mut |pages| {
-        bar.set_length(pages * 4096);
-        bar.set_position(pages * 4096);
+    let bar = start_progress_bar(output, "importing");
+    let imported = stream::import(&mut writer, input, &Value::Null, &mut |pages| {
+        bar.set_length(pages * PAGE_BYTES);
+        bar.set_position(pages * PAGE_BYTES);
     });
     bar.finish_and_clear();
-    let done = done?;
+    let commit = imported?;
     // Settling only makes the next start faster, so its failure is no error.
     if let Err(e) = writer.settle() {
         tracing::warn!("{e}");
     }
     let text = format!(
         "checkpoint {}: {} pages, {}, in {}",
-        done.number,
-        done.pages.stored,
-        bytes(done.bytes),
-        duration((done.writing + done.syncing).as_micros() as u64)
+        commit.number,
+        commit.pages.stored,
+        bytes(commit.bytes),
+        duration((commit.writing + commit.syncing).as_micros() as u64)
     );
-    output.result(&done, text)?;
+    output.result(&commit, text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the VM to which the imported checkpoint belongs: the store's, or the named one for a new store.
+fn importing_vm(arguments: &StoreImport, identity: Option<&Identity>) -> Result<Vm> {
+    let StoreImport { to, create_store, name, uuid, .. } = arguments;
+    match (admin::listing(&to.store, identity), name) {
+        (Ok(listing), None) => Ok(listing.vm),
+        // The writer checks that this VM is the store's.
+        (Ok(listing), Some(name)) => Ok(Vm { uuid: uuid.unwrap_or(listing.vm.uuid), name: name.to_string() }),
+        (Err(e), Some(name)) if *create_store && e.is_no_store() || matches!(e, StoreError::Unused { .. }) => {
+            Ok(Vm { uuid: uuid.unwrap_or_else(Uuid::new_v4), name: name.to_string() })
+        }
+        (Err(StoreError::Unused { store }), None) => {
+            Err(Usage(format!("{store}: a new store, without a VM yet; give the VM's name: --name NAME")).into())
+        }
+        (Err(e), _) => Err(e.into()),
+    }
 }
 
 pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     let StoreServe { listen, dir, cert, key, client_ca, idle } = arguments;
     let identity = Identity { cert: cert.clone(), key: key.clone(), ca: client_ca.clone() };
-    let patience = Timeouts { idle: idle.as_duration(), ..Timeouts::default() };
-    let server = Server::bind(listen, dir, &identity)?.with_timeouts(patience);
+    let timeouts = Timeouts { idle: idle.as_duration(), ..Timeouts::default() };
+    let server = Server::bind(listen, dir, &identity)?.with_timeouts(timeouts);
     let address = server.address().map_err(|source| StoreError::Io {
         store: dir.display().to_string(),
         file: String::new(),
         doing: "reading its address",
         source,
     })?;
-    let stop = server.stopper();
+    let stopper = server.stopper();
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let handle = signals.handle();
-    let waiting = thread::spawn(move || {
+    let signals_handle = signals.handle();
+    let signal_thread = thread::spawn(move || {
         if signals.forever().next().is_some() {
-            stop.stop();
+            stopper.stop();
         }
     });
     output.result(&json!({"listening": address, "directory": dir}), format!("listening on {address}"))?;
     let served = server.run();
-    handle.close();
-    let _ = waiting.join();
+    signals_handle.close();
+    let _ = signal_thread.join();
     served?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Shows a progress bar with rate and remaining time, if standard error is a terminal.
-fn progress(output: &Output, what: &'static str) -> ProgressBar {
-    if output.json() || !io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5)).with_message(what);
-    let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
-    }
-    bar.enable_steady_tick(Duration::from_secs(1));
-    bar
 }

@@ -3,27 +3,32 @@
 //! The setup can be repeated at any time: files that are already correct are not written. Files of other owners are not
 //! changed; conflicts are reported.
 
-mod files;
 mod findings;
 mod mount;
+mod requirements;
 pub mod reserve;
+mod steps;
+mod target;
 
-pub use files::{SetupStep, SetupTarget, carry_out, steps};
 pub use findings::findings;
 pub use mount::{MountOutcome, mount_ram};
+pub use steps::{SetupStep, carry_out, plan_steps};
+pub use target::SetupTarget;
 
 use super::HostError;
-use super::plan::run;
+use super::command::run;
 
-pub(super) const SUSPEND: &str = "rekindle-suspend.service";
-pub(super) const RESUME: &str = "rekindle-resume.service";
+/// Unit that suspends all guests at the end of a shutdown.
+pub(super) const SUSPEND_UNIT: &str = "rekindle-suspend.service";
+/// Unit that resumes all guests during a boot.
+pub(super) const RESUME_UNIT: &str = "rekindle-resume.service";
 
 /// Checks that the units are active: without them no guest is suspended or resumed.
 ///
 /// # Errors
 /// [`HostError::Setup`] if a unit is not active or not enabled.
 pub(super) fn check_units() -> Result<(), HostError> {
-    for (verb, unit) in [("is-active", SUSPEND), ("is-enabled", RESUME)] {
+    for (verb, unit) in [("is-active", SUSPEND_UNIT), ("is-enabled", RESUME_UNIT)] {
         if let Err(e) = run("systemctl", &["--quiet", verb, unit]) {
             return Err(HostError::Setup(format!(
                 "{unit} is not set up ({e}), so guests would end with the host; run: rekindle host init --reserve \

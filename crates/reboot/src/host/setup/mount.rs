@@ -4,12 +4,12 @@
 //! only if the record of suspended guests expects it: without a check in the same boot or in a kernel that was entered
 //! by kexec for that record, otherwise only after a check by `e2fsck`.
 
-use super::super::files::read_ahead;
-use super::super::plan::run;
-use super::super::record::SuspendRecord;
-use super::super::survived::Trust;
-use super::super::{HostError, RebootMethod};
 use super::reserve::{self, Reserve};
+use super::{HostError, run};
+use crate::host::RebootMethod;
+use crate::host::files::read_ahead;
+use crate::host::record::SuspendRecord;
+use crate::host::survived::{Trust, command_line};
 use rekindle_vm::host::Host;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
@@ -22,9 +22,9 @@ use std::time::{Duration, Instant};
 
 /// How long the drivers may take to create the device.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
-const DRIVERS: &[&str] = &["nd_e820", "nd_pmem"];
-/// Label of the file system.
-const LABEL: &str = "rekindle-ram";
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const DEVICE_DRIVERS: &[&str] = &["nd_e820", "nd_pmem"];
+const FILE_SYSTEM_LABEL: &str = "rekindle-ram";
 
 /// Result of mounting the reserved RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -43,70 +43,75 @@ pub enum MountOutcome {
 /// # Errors
 /// [`HostError`] if no RAM is reserved, or if the device or a tool is missing.
 pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
-    let setup = |text: String| HostError::Setup(text);
-    let at = host.named_ram_directory().ok_or_else(|| {
-        setup("/etc/rekindle/host.toml has no `ram_dir`; rekindle host init --reserve SIZE --write sets one".into())
-    })?;
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |source| HostError::File { path: path.clone(), source }
+    let Some(mount_point) = host.named_ram_directory() else {
+        let text = "/etc/rekindle/host.toml has no `ram_dir`; rekindle host init --reserve SIZE --write sets one";
+        return Err(HostError::Setup(text.into()));
     };
-    let line = super::super::survived::command_line().map_err(failed(Path::new("/proc/cmdline")))?;
-    let reserve = Reserve::of(&line).ok_or_else(|| {
-        setup("no RAM is reserved: this kernel's command line has no memmap=SIZE!START; see rekindle host init".into())
-    })?;
+    let command_line = command_line().map_err(HostError::file(Path::new("/proc/cmdline")))?;
+    let Some(reserve) = Reserve::of(&command_line) else {
+        let text = "no RAM is reserved: this kernel's command line has no memmap=SIZE!START; see rekindle host init";
+        return Err(HostError::Setup(text.into()));
+    };
     read_ahead_for(host)?;
-    DirBuilder::new().recursive(true).mode(0o700).create(at).map_err(failed(at))?;
+    let failed = HostError::file(mount_point);
+    DirBuilder::new().recursive(true).mode(0o700).create(mount_point).map_err(&failed)?;
     let device = wait_for_device(reserve)?;
-    if is_mounted(&device, at).map_err(failed(at))? {
+    if is_mounted(&device, mount_point).map_err(&failed)? {
         return Ok(MountOutcome::Before);
     }
+    let outcome = if holds_guests(host, &device)? && mount_kept(&device, mount_point)? {
+        MountOutcome::Kept
+    } else {
+        make_file_system(&device)?;
+        mount_device(&device, mount_point).map_err(|e| HostError::file(&device)(e.into()))?;
+        MountOutcome::New
+    };
+    if !reserve::holds(mount_point).map_err(&failed)? {
+        let (device, mount_point) = (device.display(), mount_point.display());
+        return Err(HostError::Setup(format!("{device} is mounted at {mount_point}, but without DAX")));
+    }
+    Ok(outcome)
+}
+
+fn mount_device(device: &Path, mount_point: &Path) -> Result<(), Errno> {
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::NOATIME;
-    let mount = || mount(&device, at, "ext4", flags, Some(c"dax=always"));
-    let kept = if holds_guests(host, &device)? { Some(mount()) } else { None };
-    let mounted = match kept {
-        Some(Ok(())) => MountOutcome::Kept,
+    mount(device, mount_point, "ext4", flags, Some(c"dax=always"))
+}
+
+/// Mounts a file system that is expected to hold suspended guests. Returns whether the device has a file system.
+fn mount_kept(device: &Path, mount_point: &Path) -> Result<bool, HostError> {
+    match mount_device(device, mount_point) {
+        Ok(()) => Ok(true),
         // These two errors mean that the device has no file system. Any other cause may be fixable, and is no reason to
         // discard guests.
-        Some(Err(e)) if ![Errno::INVAL, Errno::UCLEAN].contains(&e) => return Err(failed(&device)(e.into())),
-        lost => {
-            if lost.is_some() {
-                tracing::warn!("the RAM of suspended guests is lost: {} holds no file system", device.display());
-            }
-            make_file_system(&device)?;
-            mount().map_err(|e| failed(&device)(e.into()))?;
-            MountOutcome::New
+        Err(Errno::INVAL | Errno::UCLEAN) => {
+            tracing::warn!("the RAM of suspended guests is lost: {} holds no file system", device.display());
+            Ok(false)
         }
-    };
-    if !reserve::holds(at).map_err(failed(at))? {
-        return Err(setup(format!("{} is mounted at {}, but without DAX", device.display(), at.display())));
+        Err(e) => Err(HostError::file(device)(e.into())),
     }
-    Ok(mounted)
 }
 
 /// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device.
 fn read_ahead_for(host: &Host) -> Result<(), HostError> {
-    let record = SuspendRecord::read(&host.suspend_dir)?;
-    for name in record.names()? {
-        if let Some(entry) = record.entry(&name)? {
-            read_ahead(entry.files.iter());
-        }
+    for entry in SuspendRecord::read(&host.suspend_dir)?.entries()? {
+        read_ahead(entry.files.iter());
     }
     Ok(())
 }
 
 fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
     let sys = Path::new("/sys");
-    let failed = |source| HostError::File { path: sys.join("block"), source };
+    let failed = HostError::file(&sys.join("block"));
     let deadline = Instant::now() + DEVICE_TIMEOUT;
-    let mut asked = false;
+    let mut are_drivers_loaded = false;
     loop {
-        if let Some(device) = reserve::device(sys, reserve).map_err(failed)?.filter(|device| device.exists()) {
+        if let Some(device) = reserve::find_device(sys, reserve).map_err(&failed)?.filter(|device| device.exists()) {
             return Ok(device);
         }
-        if !asked {
-            asked = true;
-            for driver in DRIVERS {
+        if !are_drivers_loaded {
+            are_drivers_loaded = true;
+            for driver in DEVICE_DRIVERS {
                 run("modprobe", &[driver])?;
             }
         }
@@ -116,47 +121,41 @@ fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
                  range is RAM: dmesg | grep -e e820 -e pmem"
             )));
         }
-        thread::sleep(Duration::from_millis(10));
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn is_mounted(device: &Path, at: &Path) -> std::io::Result<bool> {
-    Ok(fs::metadata(device)?.rdev() == fs::metadata(at)?.dev())
+fn is_mounted(device: &Path, mount_point: &Path) -> std::io::Result<bool> {
+    Ok(fs::metadata(device)?.rdev() == fs::metadata(mount_point)?.dev())
 }
 
 /// Returns whether the device holds suspended guests, as far as this can be determined before a mount.
 fn holds_guests(host: &Host, device: &Path) -> Result<bool, HostError> {
     let record = SuspendRecord::read(&host.suspend_dir)?;
-    let Some(head) = &record.head else { return Ok(false) };
-    let mut warm = false;
-    for name in record.names()? {
-        warm |= record.entry(&name)?.is_some_and(|entry| entry.how == RebootMethod::Warm && !entry.struck);
-    }
-    if !warm {
+    let Some(header) = &record.header else { return Ok(false) };
+    if !record.entries()?.iter().any(|entry| entry.how == RebootMethod::Warm && !entry.resume_started) {
         return Ok(false);
     }
-    match Trust::of(head).map_err(|source| HostError::File { path: "/proc".into(), source })? {
+    match Trust::of(header).map_err(HostError::file(Path::new("/proc")))? {
         Trust::SameBoot | Trust::Kexec => Ok(true),
-        Trust::Digests => {
-            let checked = Command::new("e2fsck").args(["-f", "-n"]).arg(device).output();
-            let checked = checked.map_err(|source| HostError::File { path: "e2fsck".into(), source })?;
-            if !checked.status.success() {
-                tracing::warn!(
-                    "the RAM of suspended guests is lost: the file system in {} is damaged",
-                    device.display()
-                );
-            }
-            Ok(checked.status.success())
-        }
+        Trust::Digests => is_file_system_intact(device),
     }
+}
+
+fn is_file_system_intact(device: &Path) -> Result<bool, HostError> {
+    let check = Command::new("e2fsck").args(["-f", "-n"]).arg(device).output();
+    let is_intact = check.map_err(HostError::file(Path::new("e2fsck")))?.status.success();
+    if !is_intact {
+        tracing::warn!("the RAM of suspended guests is lost: the file system in {} is damaged", device.display());
+    }
+    Ok(is_intact)
 }
 
 fn make_file_system(device: &Path) -> Result<(), HostError> {
     let device = device.to_string_lossy();
     // For few, large files, with extents in whole huge pages, so that QEMU can map them as huge pages.
     let options = "lazy_itable_init=0,lazy_journal_init=0,nodiscard,stride=512,stripe_width=512";
-    run(
-        "mkfs.ext4",
-        &["-q", "-F", "-b", "4096", "-i", "4194304", "-m", "0", "-J", "size=16", "-L", LABEL, "-E", options, &device],
-    )
+    let mut arguments = vec!["-q", "-F", "-b", "4096", "-i", "4194304", "-m", "0", "-J", "size=16"];
+    arguments.extend(["-L", FILE_SYSTEM_LABEL, "-E", options, &*device]);
+    run("mkfs.ext4", &arguments)
 }

@@ -9,11 +9,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Preferred alignment of a range: the size that one entry of the kernel's page table can map.
-const GOOD_ALIGNMENT: u64 = 1 << 30;
+const PREFERRED_ALIGNMENT_BYTES: u64 = 1 << 30;
 /// Minimum alignment: Linux adds memory to its map in sections of this size.
-const MIN_ALIGNMENT: u64 = 128 << 20;
+const MIN_ALIGNMENT_BYTES: u64 = 128 << 20;
 /// Minimum that is left to the host if all of its RAM is in the range from which RAM is reserved.
-const MIN_FOR_HOST: u64 = 1 << 30;
+const MIN_HOST_BYTES: u64 = 1 << 30;
 /// Memory below this address is needed by 32-bit devices, and by kernels at their start.
 const FOUR_GIB: u64 = 4 << 30;
 
@@ -47,67 +47,78 @@ impl Reserve {
     /// # Errors
     /// A text that states why no such range exists.
     pub fn choose(ram: &[Range<u64>], bytes: u64, start: Option<u64>) -> Result<Self, String> {
-        let wanted = |bytes: u64| format!("{} MiB", bytes >> 20);
-        if bytes == 0 || !bytes.is_multiple_of(MIN_ALIGNMENT) {
-            return Err(format!(
-                "cannot reserve {}: the size must be a multiple of {}",
-                wanted(bytes),
-                wanted(MIN_ALIGNMENT)
-            ));
+        let size = mib(bytes);
+        if bytes == 0 || !bytes.is_multiple_of(MIN_ALIGNMENT_BYTES) {
+            let unit = mib(MIN_ALIGNMENT_BYTES);
+            return Err(format!("cannot reserve {size}: the size must be a multiple of {unit}"));
         }
         let total: u64 = ram.iter().map(|range| range.end - range.start).sum();
-        if bytes + MIN_FOR_HOST > total {
+        if bytes + MIN_HOST_BYTES > total {
             return Err(format!(
-                "cannot reserve {}: this machine has {}, of which the host needs at least {}",
-                wanted(bytes),
-                wanted(total),
-                wanted(MIN_FOR_HOST)
+                "cannot reserve {size}: this machine has {}, of which the host needs at least {}",
+                mib(total),
+                mib(MIN_HOST_BYTES)
             ));
         }
-        if let Some(start) = start {
-            let fits = ram.iter().any(|range| range.start <= start && start + bytes <= range.end);
-            let aligned = start.is_multiple_of(MIN_ALIGNMENT);
-            return if fits && aligned && start >= FOUR_GIB {
-                Ok(Self { start, bytes })
-            } else {
-                Err(format!(
-                    "cannot reserve {} at {start:#x}: the range must be RAM, above 4 GiB, at a multiple of {}",
-                    wanted(bytes),
-                    wanted(MIN_ALIGNMENT)
-                ))
-            };
-        }
-        let high = ram.iter().filter(|range| range.end > FOUR_GIB).max_by_key(|range| range.end);
-        let found = high.and_then(|range| {
-            let last = range.end.checked_sub(bytes)?;
-            [GOOD_ALIGNMENT, MIN_ALIGNMENT]
-                .into_iter()
-                .map(|align| last - last % align)
-                .find(|at| *at >= range.start.max(FOUR_GIB))
-        });
-        match found {
-            Some(start) => Ok(Self { start, bytes }),
-            None => Err(format!(
-                "cannot reserve {}: the highest range of RAM above 4 GiB has {}; reserve less, or choose another \
-                 range with --start",
-                wanted(bytes),
-                wanted(high.map_or(0, |range| range.end - range.start.max(FOUR_GIB)))
-            )),
+        match start {
+            Some(start) => Self::choose_at(ram, bytes, start),
+            None => Self::choose_highest(ram, bytes),
         }
     }
+
+    fn choose_at(ram: &[Range<u64>], bytes: u64, start: u64) -> Result<Self, String> {
+        let is_ram = ram.iter().any(|range| range.start <= start && start + bytes <= range.end);
+        if is_ram && start.is_multiple_of(MIN_ALIGNMENT_BYTES) && start >= FOUR_GIB {
+            return Ok(Self { start, bytes });
+        }
+        Err(format!(
+            "cannot reserve {} at {start:#x}: the range must be RAM, above 4 GiB, at a multiple of {}",
+            mib(bytes),
+            mib(MIN_ALIGNMENT_BYTES)
+        ))
+    }
+
+    /// Chooses the end of the highest RAM, with the best alignment that fits.
+    fn choose_highest(ram: &[Range<u64>], bytes: u64) -> Result<Self, String> {
+        let above_4_gib = ram.iter().filter(|range| range.end > FOUR_GIB);
+        let highest = above_4_gib.max_by_key(|range| range.end).map(|range| range.start.max(FOUR_GIB)..range.end);
+        if let Some(highest) = &highest
+            && let Some(last_start) = highest.end.checked_sub(bytes)
+        {
+            for alignment in [PREFERRED_ALIGNMENT_BYTES, MIN_ALIGNMENT_BYTES] {
+                let start = last_start - last_start % alignment;
+                if start >= highest.start {
+                    return Ok(Self { start, bytes });
+                }
+            }
+        }
+        Err(format!(
+            "cannot reserve {}: the highest range of RAM above 4 GiB has {}; reserve less, or choose another range \
+             with --start",
+            mib(bytes),
+            mib(highest.map_or(0, |range| range.end - range.start))
+        ))
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
 }
 
 /// Parses a size as the kernel does: decimal or `0x`, with K, M, G or T.
 fn parse_size(text: &str) -> Option<u64> {
-    let (digits, unit) = match text.char_indices().last()? {
-        (at, unit) if "kKmMgGtT".contains(unit) => (text.get(..at)?, unit.to_ascii_uppercase()),
-        _ => (text, ' '),
+    let (number, shift) = match text.chars().last()?.to_ascii_uppercase() {
+        'K' => (text.get(..text.len() - 1)?, 10),
+        'M' => (text.get(..text.len() - 1)?, 20),
+        'G' => (text.get(..text.len() - 1)?, 30),
+        'T' => (text.get(..text.len() - 1)?, 40),
+        _ => (text, 0),
     };
-    let value = match digits.strip_prefix("0x") {
+    let value = match number.strip_prefix("0x") {
         Some(hex) => u64::from_str_radix(hex, 16).ok()?,
-        None => digits.parse().ok()?,
+        None => number.parse::<u64>().ok()?,
     };
-    value.checked_mul(1 << [(' ', 0), ('K', 10), ('M', 20), ('G', 30), ('T', 40)].iter().find(|(c, _)| *c == unit)?.1)
+    value.checked_mul(1 << shift)
 }
 
 /// Returns the machine's RAM as reported by its firmware, independent of reservations.
@@ -117,8 +128,8 @@ fn parse_size(text: &str) -> Option<u64> {
 pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
     let mut ram = Vec::new();
     for entry in fs::read_dir(sys.join("firmware/memmap"))? {
-        let entry = entry?.path();
-        let read = |name: &str| fs::read_to_string(entry.join(name)).map(|text| text.trim().to_owned());
+        let range = entry?.path();
+        let read = |name: &str| fs::read_to_string(range.join(name)).map(|text| text.trim().to_owned());
         let address = |name: &str| read(name).map(|text| parse_size(&text).unwrap_or(0));
         if read("type")? == "System RAM" {
             ram.push(address("start")?..address("end")? + 1);
@@ -133,7 +144,7 @@ pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
 ///
 /// # Errors
 /// Errors of reading `/sys/block`.
-pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
+pub fn find_device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
     let entries = match fs::read_dir(sys.join("block")) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         entries => entries?,
@@ -144,10 +155,12 @@ pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
         if !name.to_string_lossy().starts_with("pmem") {
             continue;
         }
-        let place = fs::canonicalize(entry.path().join("device"))?;
-        let legacy = place.components().any(|part| part.as_os_str().to_string_lossy().starts_with("e820_pmem"));
-        let at = fs::read_to_string(place.join("resource")).ok().and_then(|text| parse_size(text.trim()));
-        if legacy && at == Some(reserve.start) {
+        let sys_directory = fs::canonicalize(entry.path().join("device"))?;
+        let is_legacy =
+            sys_directory.components().any(|part| part.as_os_str().to_string_lossy().starts_with("e820_pmem"));
+        let resource = fs::read_to_string(sys_directory.join("resource")).ok();
+        let address = resource.and_then(|text| parse_size(text.trim()));
+        if is_legacy && address == Some(reserve.start) {
             return Ok(Some(Path::new("/dev").join(name)));
         }
     }
@@ -160,22 +173,21 @@ pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
 /// Errors of reading `/proc` and `/sys`, and of inspecting `path`.
 pub fn holds(path: &Path) -> io::Result<bool> {
     let Some(reserve) = Reserve::of(&fs::read_to_string("/proc/cmdline")?) else { return Ok(false) };
-    let Some(device) = device(Path::new("/sys"), reserve)? else { return Ok(false) };
-    let there = fs::metadata(path)?;
-    if fs::metadata(&device)?.rdev() != there.dev() {
+    let Some(device) = find_device(Path::new("/sys"), reserve)? else { return Ok(false) };
+    let metadata = fs::metadata(path)?;
+    if fs::metadata(&device)?.rdev() != metadata.dev() {
         return Ok(false);
     }
-    if there.is_file() {
-        let direct = statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)?.stx_attributes;
-        return Ok(direct.contains(StatxAttributes::DAX));
+    if metadata.is_file() {
+        let attributes = statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)?.stx_attributes;
+        return Ok(attributes.contains(StatxAttributes::DAX));
     }
     // Directories do not have this attribute, so check the mount options.
     let mounts = fs::read_to_string("/proc/self/mounts")?;
-    Ok(mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).any(|words| match words.as_slice() {
-        [from, _, _, options, ..] => {
-            Path::new(from) == device && options.split(',').any(|option| ["dax", "dax=always"].contains(&option))
-        }
-        _ => false,
+    Ok(mounts.lines().any(|line| {
+        let fields: Vec<_> = line.split(' ').collect();
+        let [source, _, _, options, ..] = fields.as_slice() else { return false };
+        Path::new(source) == device && options.split(',').any(|option| ["dax", "dax=always"].contains(&option))
     }))
 }
 
@@ -204,8 +216,8 @@ mod tests {
         let choose = |bytes, start| Reserve::choose(&ram, bytes, start);
         assert_eq!(choose(GIB, None), Ok(Reserve { start: 6 * GIB, bytes: GIB }));
         // The range is aligned to less than a GiB if whole GiB do not fit.
-        let all = choose(4 * GIB - (128 << 20), None).unwrap();
-        assert_eq!(all.start, 4 * GIB);
+        let whole_range = choose(4 * GIB - (128 << 20), None).unwrap();
+        assert_eq!(whole_range.start, 4 * GIB);
         assert_eq!(choose(GIB, Some(5 * GIB)), Ok(Reserve { start: 5 * GIB, bytes: GIB }));
         for (bytes, start) in [(0, None), (GIB + 4096, None), (5 * GIB, None), (9 * GIB, None), (GIB, Some(2 * GIB))] {
             assert!(choose(bytes, start).is_err(), "{bytes} at {start:?}");
@@ -219,19 +231,19 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let sys = root.path();
         let reserve = Reserve { start: 4 * GIB, bytes: GIB };
-        assert_eq!(device(sys, reserve).unwrap(), None);
-        let make = |name: &str, parent: &str, at: &str| {
-            let place = sys.join(format!("devices/{parent}/{name}"));
-            fs::create_dir_all(&place).unwrap();
-            fs::write(place.join("resource"), at).unwrap();
+        assert_eq!(find_device(sys, reserve).unwrap(), None);
+        let make = |name: &str, parent: &str, address: &str| {
+            let device = sys.join(format!("devices/{parent}/{name}"));
+            fs::create_dir_all(&device).unwrap();
+            fs::write(device.join("resource"), address).unwrap();
             fs::create_dir_all(sys.join("block").join(name)).unwrap();
-            std::os::unix::fs::symlink(&place, sys.join("block").join(name).join("device")).unwrap();
+            std::os::unix::fs::symlink(&device, sys.join("block").join(name).join("device")).unwrap();
         };
         make("pmem0", "LNXSYSTM:00/ndbus0/region0", "0x100000000\n");
         make("pmem1", "platform/e820_pmem/ndbus1/region1", "0x200000000\n");
-        assert_eq!(device(sys, reserve).unwrap(), None, "one is a real one, the other elsewhere");
+        assert_eq!(find_device(sys, reserve).unwrap(), None, "one is a real one, the other elsewhere");
         make("pmem2", "platform/e820_pmem/ndbus1/region2", "0x100000000\n");
-        assert_eq!(device(sys, reserve).unwrap(), Some("/dev/pmem2".into()));
+        assert_eq!(find_device(sys, reserve).unwrap(), Some("/dev/pmem2".into()));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The candidates of a VM: where they are stored, and whether they may be used.
 
 use super::SkippedCandidate;
+use crate::error::with_causes;
 use rekindle_protect::candidate::{self, StoredCandidate};
 use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::command::Hardware;
@@ -12,6 +13,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
@@ -25,14 +27,16 @@ pub struct Candidate {
     /// Size on disk, in bytes.
     pub bytes: u64,
     /// Reason why the candidate is not usable. `None`: it is usable.
-    pub void: Option<String>,
+    #[serde(rename = "void")]
+    pub unusable_because: Option<String>,
 }
 
 /// Conditions under which a candidate stays usable. They are stored with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CandidateInfo {
     /// Boot ID of the host. In another boot, file times may be those from before a crash.
-    host: String,
+    #[serde(rename = "host")]
+    host_boot_id: String,
     /// Kernel and RAM disk that QEMU has loaded. A cold boot would load the current files.
     files: Vec<FileIdentity>,
     disks: Vec<DiskSnapshot>,
@@ -53,11 +57,11 @@ pub(super) enum InfoError {
 
 impl CandidateInfo {
     /// Records the current conditions. The guest of this VM must be stopped.
-    pub(super) fn now(rundir: &RunDir, hardware: &Hardware) -> Result<Self, InfoError> {
+    pub(super) fn record(rundir: &RunDir, hardware: &Hardware) -> Result<Self, InfoError> {
         let mark =
             |path: &PathBuf| FileIdentity::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
         let files = boot_files(hardware).map(mark).collect::<Result<_, _>>()?;
-        Ok(Self { host: host_boot()?, files, disks: phases::mark_disks(rundir, hardware)? })
+        Ok(Self { host_boot_id: host_boot_id()?, files, disks: phases::mark_disks(rundir, hardware)? })
     }
 
     pub(super) fn disks(&self) -> &[DiskSnapshot] {
@@ -69,15 +73,10 @@ fn boot_files(hardware: &Hardware) -> impl Iterator<Item = &PathBuf> {
     hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten()
 }
 
-fn host_boot() -> Result<String, InfoError> {
+fn host_boot_id() -> Result<String, InfoError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
-    let read = std::fs::read_to_string(path);
-    read.map(|text| text.trim().to_owned()).map_err(|source| InfoError::File { path: path.to_owned(), source })
-}
-
-/// Returns the path of a phase's candidate.
-pub(super) fn path_of(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> PathBuf {
-    phases::directory(host, rundir, &state.definition).join(phase)
+    let boot_id = fs::read_to_string(path).map_err(|source| InfoError::File { path: path.to_owned(), source })?;
+    Ok(boot_id.trim().to_owned())
 }
 
 /// A candidate that may be used.
@@ -100,95 +99,98 @@ pub(super) struct CandidateCheck {
 
 /// Finds the candidate of a phase and checks it.
 pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> CandidateCheck {
-    let none = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
-    let path = path_of(host, rundir, state, phase);
+    let missing = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
+    let path = phases::directory(host, rundir, &state.definition).join(phase);
     let store = StoreUrl::Directory(path.clone());
     match candidate::describe(&store) {
-        _ if !path.exists() => none("none was saved of this phase".into()),
-        Err(RestoreError::Store(StoreError::Empty { .. })) => none("none was saved of this phase".into()),
-        Err(e) => none(chain(&e)),
-        Ok(found) => {
-            let usable = judge(rundir, state, &found).map(|info| UsableCandidate { name: phase.into(), store, info });
-            CandidateCheck { taken_us: Some(found.taken_us), bytes: found.bytes, usable }
+        _ if !path.exists() => missing("none was saved of this phase".into()),
+        Err(RestoreError::Store(StoreError::Empty { .. })) => missing("none was saved of this phase".into()),
+        Err(e) => missing(one_line(&e)),
+        Ok(stored) => {
+            let usable = check_usable(rundir, state, &stored);
+            let usable = usable.map(|info| UsableCandidate { name: phase.into(), store, info });
+            CandidateCheck { taken_us: Some(stored.taken_us), bytes: stored.bytes, usable }
         }
     }
 }
 
-fn judge(rundir: &RunDir, state: &State, found: &StoredCandidate) -> Result<CandidateInfo, String> {
-    let about: CandidateInfo = serde_json::from_value::<CandidateInfo>(found.about.clone())
-        .map_err(|e| format!("cannot read its description: {e}"))?;
-    if comparable(&found.hardware) != comparable(&state.hardware) {
+/// Checks the conditions under which a candidate is usable. Returns them, or the reason why it is not usable.
+fn check_usable(rundir: &RunDir, state: &State, stored: &StoredCandidate) -> Result<CandidateInfo, String> {
+    let info: CandidateInfo =
+        serde_json::from_value(stored.about.clone()).map_err(|e| format!("cannot read its description: {e}"))?;
+    if guest_visible(&stored.hardware) != guest_visible(&state.hardware) {
         return Err("the VM has other hardware now".into());
     }
-    match host_boot() {
-        Ok(now) if now == about.host => {}
+    match host_boot_id() {
+        Ok(boot_id) if boot_id == info.host_boot_id => {}
         Ok(_) => return Err("the host was booted since".into()),
-        Err(e) => return Err(chain(&e)),
+        Err(e) => return Err(one_line(&e)),
     }
-    if let Some(mark) = about.files.iter().find(|mark| !mark.is_unchanged()) {
+    if let Some(mark) = info.files.iter().find(|mark| !mark.is_unchanged()) {
         return Err(format!("{} has changed since", mark.path.display()));
     }
-    match phases::why_stale(rundir, &state.hardware, &about.disks) {
-        None => Ok(about),
+    match phases::why_stale(rundir, &state.hardware, &info.disks) {
+        None => Ok(info),
         Some(why) => Err(why),
     }
 }
 
 /// Reduces hardware to the parts that a guest has known since its boot. The VM generation ID changes with each restore.
-fn comparable(hardware: &Hardware) -> Hardware {
-    let mut comparable = Hardware { vm_generation: hardware.vm_generation.map(|_| Uuid::nil()), ..hardware.clone() };
-    comparable.ram.path = PathBuf::new();
-    comparable
+fn guest_visible(hardware: &Hardware) -> Hardware {
+    let mut hardware = Hardware { vm_generation: hardware.vm_generation.map(|_| Uuid::nil()), ..hardware.clone() };
+    hardware.ram.path = PathBuf::new();
+    hardware
 }
 
-/// Returns the candidate of the latest phase that has a usable one, and the reasons why those of later phases are not
-/// usable. `only`: consider this phase alone. `failed`: candidates that could not be loaded.
+/// Result of [`choose`].
+pub(super) struct CandidateChoice {
+    /// The candidate of the latest phase that has a usable one.
+    pub(super) chosen: Option<UsableCandidate>,
+    /// The candidates of later phases.
+    pub(super) skipped: Vec<SkippedCandidate>,
+}
+
+/// Chooses the candidate of the latest phase that has a usable one. `only_phase`: consider this phase alone. `failed`:
+/// candidates that could not be loaded.
 pub(super) fn choose(
     host: &Host,
     rundir: &RunDir,
     state: &State,
-    only: Option<&str>,
+    only_phase: Option<&str>,
     failed: &[SkippedCandidate],
-) -> (Option<UsableCandidate>, Vec<SkippedCandidate>) {
+) -> CandidateChoice {
     let mut skipped = Vec::new();
-    let wanted = state.definition.phase.save.iter().rev().filter(|name| only.is_none_or(|only| only == name.as_str()));
-    for name in wanted {
+    for name in state.definition.phase.save.iter().rev() {
+        if only_phase.is_some_and(|only_phase| only_phase != name) {
+            continue;
+        }
         match find(host, rundir, state, name).usable {
             Ok(usable) => match failed.iter().find(|failed| failed.name == *name) {
                 Some(failed) => skipped.push(failed.clone()),
-                None => return (Some(usable), skipped),
+                None => return CandidateChoice { chosen: Some(usable), skipped },
             },
             Err(why) => skipped.push(SkippedCandidate { name: name.clone(), why }),
         }
     }
-    (None, skipped)
+    CandidateChoice { chosen: None, skipped }
 }
 
 /// Lists all phases that a VM saves, in the order of the boot.
 #[must_use]
 pub fn list(host: &Host, rundir: &RunDir, state: &State) -> Vec<Candidate> {
-    let one = |name: &String| {
+    let describe = |name: &String| {
         let CandidateCheck { taken_us, bytes, usable } = find(host, rundir, state, name);
-        Candidate { name: name.clone(), taken_us, bytes, void: usable.err() }
+        Candidate { name: name.clone(), taken_us, bytes, unusable_because: usable.err() }
     };
-    state.definition.phase.save.iter().map(one).collect()
+    state.definition.phase.save.iter().map(describe).collect()
 }
 
-/// Formats an error and all its causes in one line.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        let more = source.to_string();
-        if !text.ends_with(&more) {
-            text += &format!(": {more}");
-        }
-        next = source.source();
-    }
-    text.replace('\n', " ")
+/// Formats an error and all its causes in one line, as the port for phases requires.
+pub(super) fn one_line(error: &dyn std::error::Error) -> String {
+    with_causes(error).replace('\n', " ")
 }
 
 /// Converts the conditions to the JSON value that is stored with the candidate.
-pub(super) fn value(about: &CandidateInfo) -> Value {
-    serde_json::to_value(about).unwrap_or(Value::Null)
+pub(super) fn to_json(info: &CandidateInfo) -> Value {
+    serde_json::to_value(info).unwrap_or(Value::Null)
 }

@@ -4,7 +4,7 @@
 //! The guest does not know about the save and does not wait for it, so it is stopped at an arbitrary moment. The rule
 //! of use is that of announced phases: the ledger always knows which disk blocks the guest has touched.
 
-use rekindle_probe::{Target, UrlError, check};
+use rekindle_probe::{Target, UrlError, check as probe};
 use rekindle_qemu::agent;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
@@ -27,30 +27,30 @@ enum HealthCheck {
 #[derive(Debug)]
 pub(super) struct HealthyPhase {
     pub(super) phase: String,
-    check_by: HealthCheck,
+    check: HealthCheck,
 }
 
 impl HealthyPhase {
     /// Reads the healthy phase from a definition. `None` if the definition names none.
     pub(super) fn of(definition: &Definition) -> Result<Option<Self>, UrlError> {
         let Some(phase) = definition.phase.healthy.clone() else { return Ok(None) };
-        let check_by = match &definition.probe {
+        let check = match &definition.probe {
             None => HealthCheck::Agent,
-            Some(probe) => {
-                let place = definition.nets.iter().find_map(|net| match &net.backend {
+            Some(url) => {
+                let netns = definition.nets.iter().find_map(|net| match &net.backend {
                     NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } => Some(netns.clone()),
                     NetBackend::Tap { .. } | NetBackend::User { .. } => None,
                 });
-                HealthCheck::Service { target: probe.to_string().parse()?, netns: place }
+                HealthCheck::Service { target: url.to_string().parse()?, netns }
             }
         };
-        Ok(Some(Self { phase, check_by }))
+        Ok(Some(Self { phase, check }))
     }
 
     /// Returns whether the guest of `vmm` is healthy now.
     pub(super) fn is_healthy(&self, vmm: &Vmm) -> bool {
-        match &self.check_by {
-            HealthCheck::Service { target, netns } => check(target, ANSWER_TIMEOUT, netns.as_deref()).is_ok(),
+        match &self.check {
+            HealthCheck::Service { target, netns } => probe(target, ANSWER_TIMEOUT, netns.as_deref()).is_ok(),
             HealthCheck::Agent => {
                 vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| agent::is_listening(&mut qmp)).unwrap_or(false)
             }

@@ -23,7 +23,7 @@ pub mod saver;
 mod successor;
 
 pub use candidates::Candidate;
-pub(super) use reboot::{prevents, reboot};
+pub(super) use reboot::{find_problem, reboot};
 
 use rekindle_protect::restore::ClockOutcome;
 use rekindle_qemu::command::Hardware;
@@ -45,7 +45,7 @@ pub struct PhaseOutcome {
 /// Returns the reason why no candidate of a machine with this hardware is usable, whatever the candidate holds. `None`:
 /// candidates are usable.
 fn why_unfit(hardware: &Hardware) -> Option<String> {
-    super::huge_pages(hardware).map(|directory| {
+    super::huge_page_directory(hardware).map(|directory| {
         let directory = directory.display();
         format!("its RAM is in huge pages ({directory}), which still hold the previous guest's data")
     })

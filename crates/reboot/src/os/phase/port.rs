@@ -17,8 +17,8 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest line in bytes: a guest can send anything.
-const MAX_LINE: usize = 256;
+/// Length of the longest line: a guest can send anything.
+const MAX_LINE_BYTES: usize = 256;
 /// How long a guest may take to read an answer. Its pages are loaded on demand.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -27,7 +27,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(super) struct PhasePort {
     stream: UnixStream,
-    input: Vec<u8>,
+    /// Bytes that the guest has sent, without complete lines.
+    unread: Vec<u8>,
 }
 
 impl PhasePort {
@@ -35,32 +36,32 @@ impl PhasePort {
     pub(super) fn connect(vmm: &Vmm) -> io::Result<Self> {
         let stream = UnixStream::connect(vmm.directory().phase())?;
         stream.set_write_timeout(Some(READ_TIMEOUT))?;
-        Ok(Self { stream, input: Vec::new() })
+        Ok(Self { stream, unread: Vec::new() })
     }
 
     /// Waits up to `timeout` for the guest to announce a phase. Returns the phase, or `None` after the timeout.
     pub(super) fn next_phase(&mut self, timeout: Duration) -> io::Result<Option<String>> {
         let deadline = Instant::now() + timeout;
         loop {
-            while let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.input.drain(..=end).collect();
+            while let Some(line_end) = self.unread.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=line_end).collect();
                 let line = String::from_utf8_lossy(&line);
                 if let Some(name) = line.trim().strip_prefix("phase ") {
                     return Ok(Some(name.trim().to_owned()));
                 }
             }
-            if self.input.len() > MAX_LINE {
-                self.input.clear();
+            if self.unread.len() > MAX_LINE_BYTES {
+                self.unread.clear();
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            if remaining_time.is_zero() {
                 return Ok(None);
             }
-            self.stream.set_read_timeout(Some(left))?;
-            let mut chunk = [0; MAX_LINE];
+            self.stream.set_read_timeout(Some(remaining_time))?;
+            let mut chunk = [0; MAX_LINE_BYTES];
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => self.input.extend_from_slice(chunk.get(..read).unwrap_or_default()),
+                Ok(length) => self.unread.extend_from_slice(chunk.get(..length).unwrap_or_default()),
                 Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Ok(None),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
@@ -80,7 +81,7 @@ impl PhasePort {
 
 /// Waits until the guest has read its answer and closed the port. Returns whether it has. Closing the connection
 /// earlier would discard the answer.
-pub(super) fn wait_read(qmp: &mut Qmp) -> Result<bool, QmpError> {
+pub(super) fn wait_until_read(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let deadline = Instant::now() + READ_TIMEOUT;
     while agent::is_port_open(qmp, "phase")? {
         if Instant::now() > deadline {

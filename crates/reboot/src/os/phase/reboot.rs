@@ -3,20 +3,20 @@
 //! the guest is booted instead. By then the previous guest has been shut down cleanly, so nothing is lost in either
 //! case.
 
-use super::candidates::{chain, choose};
+use super::candidates::{CandidateChoice, choose, one_line};
 use super::successor::{self, ResumedGuest, Succession};
 use super::{PhaseOutcome, SkippedCandidate};
 use crate::error::{Failure, Problem, RebootError};
 use crate::os::OsRebootReport;
 use crate::vmm::cold::{self, Shutdown};
 use crate::vmm::{self, Replacement};
+use rekindle_handover::Handover;
 use rekindle_handover::after_resume::ClockOutcome;
-use rekindle_handover::{GuestStatus, Handover};
-use rekindle_life::shutdown::EndMethod;
-use rekindle_life::shutdown::Ended;
+use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::PreviousRam;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, Step};
+use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, ram};
@@ -24,38 +24,43 @@ use std::time::Instant;
 
 const OPERATION: &str = "reboot os --how phase";
 
-/// Reboots the guest of VM `name` from a candidate; if `only` is given, from the candidate of that phase. If
-/// `other_reason` returns a problem for the locked VM, fails and changes nothing.
+/// Reboots the guest of VM `name` from a candidate; if `only_phase` is given, from the candidate of that phase. If
+/// `find_other_problem` returns a problem for the locked VM, fails and changes nothing.
 ///
-/// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only`, if given.
+/// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only_phase`, if given.
 /// *On success:* the guest continues from the candidate, or boots: [`PhaseOutcome::candidate`] states which.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub(in crate::os) fn reboot(
     host: &Host,
     name: &str,
-    only: Option<&str>,
+    only_phase: Option<&str>,
     end: EndMethod,
-    other_reason: impl FnOnce(&State) -> Option<Problem>,
+    find_other_problem: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
-    let began = Instant::now();
-    let rundir = rekindle_vm::rundir::RunDir::new(&host.root, name);
-    let prevents = |state: &State| other_reason(state).or_else(|| prevents(host, &rundir, state, only));
-    let mut replacement = vmm::begin_cold_reboot(host, name, OPERATION, prevents)?;
-    let handover = replacement
-        .begin_handover(Kind::OsPhase)
-        .map_err(|error| Failure { guest: GuestStatus::Unchanged, error: error.into() })?;
-    let attempt =
-        Attempt { replacement, only: only.map(str::to_owned), end, began, shutdown: None, failed: Vec::new() };
-    attempt.run(handover)
+    let started = Instant::now();
+    let rundir = RunDir::new(&host.root, name);
+    let find_any_problem =
+        |state: &State| find_other_problem(state).or_else(|| find_problem(host, &rundir, state, only_phase));
+    let mut replacement = vmm::begin_cold_reboot(host, name, OPERATION, find_any_problem)?;
+    let handover = replacement.begin_handover(Kind::OsPhase).map_err(Failure::unchanged)?;
+    let reboot = PhaseReboot {
+        replacement,
+        only_phase: only_phase.map(str::to_owned),
+        end,
+        started,
+        shutdown: None,
+        failed: Vec::new(),
+    };
+    reboot.run(handover)
 }
 
 /// Returns the problem that prevents the reboot, checked while the guest still runs. Writes of the guest until its end
 /// may still make a candidate unusable.
-pub(in crate::os) fn prevents(
+pub(in crate::os) fn find_problem(
     host: &Host,
-    rundir: &rekindle_vm::rundir::RunDir,
+    rundir: &RunDir,
     state: &State,
-    only: Option<&str>,
+    only_phase: Option<&str>,
 ) -> Option<Problem> {
     let phases = &state.definition.phase.save;
     if phases.is_empty() {
@@ -66,59 +71,62 @@ pub(in crate::os) fn prevents(
     if let Some(why) = super::why_unfit(&state.hardware) {
         return Some(Problem(format!("{why}; put `ram.dir` on a tmpfs, or use --how cold")));
     }
-    let only = only?;
-    if !phases.iter().any(|name| name == only) {
-        let why = format!("it saves no phase {only}; its phases are: {}", phases.join(", "));
+    let only_phase = only_phase?;
+    if !phases.iter().any(|name| name == only_phase) {
+        let why = format!("it saves no phase {only_phase}; its phases are: {}", phases.join(", "));
         return Some(Problem(why));
     }
-    match choose(host, rundir, state, Some(only), &[]) {
-        (Some(_), _) => None,
-        (None, skipped) => {
-            let why = skipped.into_iter().next().map(|skipped| skipped.why).unwrap_or_default();
-            Some(Problem(unusable(only, &format!("may not be used: {why}"))))
-        }
+    let CandidateChoice { chosen, skipped } = choose(host, rundir, state, Some(only_phase), &[]);
+    if chosen.is_some() {
+        return None;
     }
+    let why = skipped.into_iter().next().map(|skipped| skipped.why).unwrap_or_default();
+    Some(unusable(only_phase, &format!("may not be used: {why}")))
 }
 
-fn unusable(only: &str, why: &str) -> String {
-    format!("candidate {only} {why}; omit --candidate, or use --how cold")
+fn unusable(only_phase: &str, why: &str) -> Problem {
+    Problem(format!("candidate {only_phase} {why}; omit --candidate, or use --how cold"))
 }
 
 /// A reboot in progress.
-struct Attempt {
+struct PhaseReboot {
     replacement: Replacement,
-    only: Option<String>,
+    only_phase: Option<String>,
     end: EndMethod,
-    began: Instant,
+    /// When the reboot command started.
+    started: Instant,
     /// Set once the previous guest has ended.
     shutdown: Option<Shutdown>,
     /// Candidates that could not be loaded although the previous guest had ended.
     failed: Vec<SkippedCandidate>,
 }
 
-impl Attempt {
+impl PhaseReboot {
+    /// Tries one candidate after the other; boots the guest if none can be loaded.
     fn run(mut self, mut handover: Handover) -> Result<OsRebootReport, Failure> {
-        let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: error.into() };
         loop {
-            let Replacement { host, held, .. } = &self.replacement;
-            let (chosen, skipped) = choose(host, &held.rundir, &held.state, self.only.as_deref(), &self.failed);
-            let Some(candidate) = chosen else { return self.boot(handover, skipped).map_err(needs_recovery) };
+            let Replacement { host, locked_vm, .. } = &self.replacement;
+            let CandidateChoice { chosen, skipped } =
+                choose(host, &locked_vm.rundir, &locked_vm.state, self.only_phase.as_deref(), &self.failed);
+            let Some(candidate) = chosen else {
+                return self.boot(handover, skipped).map_err(Failure::needs_recovery);
+            };
             handover.recorder.step("choose a candidate");
             handover.pass("phase.prepare.chosen");
-            let succession = Succession { candidate: &candidate, end: self.end, began: self.began };
-            let why = match successor::load(&mut self.replacement, &mut handover, &succession, &mut self.shutdown) {
+            let succession = Succession { candidate: &candidate, end: self.end, started: self.started };
+            let error = match successor::load(&mut self.replacement, &mut handover, &succession, &mut self.shutdown) {
                 Ok(running) => {
-                    let resumed = running.settle(handover).map_err(needs_recovery)?;
+                    let resumed = running.settle(handover).map_err(Failure::needs_recovery)?;
                     return Ok(self.report(resumed, candidate.name, skipped));
                 }
-                Err(why) => why,
+                Err(error) => error,
             };
-            handover = match self.undo(handover).map_err(needs_recovery)? {
+            handover = match self.undo(handover).map_err(Failure::needs_recovery)? {
                 Some(handover) => handover,
-                None => return Err(needs_recovery(why)),
+                None => return Err(Failure::needs_recovery(error)),
             };
-            let why = chain(&why);
-            match (&self.only, self.shutdown) {
+            let why = one_line(&error);
+            match (&self.only_phase, self.shutdown) {
                 (_, Some(_)) => {
                     tracing::warn!("cannot load candidate {}: {why}", candidate.name);
                     self.failed.push(SkippedCandidate { name: candidate.name, why });
@@ -126,19 +134,20 @@ impl Attempt {
                 // There may have been no memory for two guests: try once more after the previous guest has ended.
                 (None, None) => {
                     tracing::info!("cannot load candidate {} while the previous guest runs: {why}", candidate.name);
-                    self.shut_down(&mut handover).map_err(needs_recovery)?;
+                    self.shut_down(&mut handover).map_err(Failure::needs_recovery)?;
                 }
-                (Some(only), None) => {
-                    let problem = Problem(unusable(only, &format!("cannot be loaded: {why}")));
-                    let error = RebootError::Prevented { name: self.replacement.name().into(), problem };
+                (Some(only_phase), None) => {
+                    let problem = unusable(only_phase, &format!("cannot be loaded: {why}"));
                     let closed = handover.journal.close().map_err(self.replacement.file_error("operation.json"));
-                    closed.map_err(needs_recovery)?;
-                    return Err(Failure { guest: GuestStatus::Unchanged, error: error.into() });
+                    closed.map_err(Failure::needs_recovery)?;
+                    let name = self.replacement.name().into();
+                    return Err(Failure::unchanged(RebootError::Prevented { name, problem }));
                 }
             }
         }
     }
 
+    /// Ends the previous guest, unless it has ended.
     fn shut_down(&mut self, handover: &mut Handover) -> Result<Shutdown, RebootError> {
         let shutdown = match self.shutdown {
             Some(shutdown) => shutdown,
@@ -178,12 +187,12 @@ impl Attempt {
     fn report(self, resumed: ResumedGuest, candidate: String, skipped: Vec<SkippedCandidate>) -> OsRebootReport {
         let Self { replacement, shutdown, .. } = self;
         let ResumedGuest { mut settled, clock, load_us, previous_ram } = resumed;
-        let not_before = Shutdown { host_us: settled.resumed_host_us, ended: Ended::Before };
-        let Shutdown { host_us: stopped_host_us, ended } = shutdown.unwrap_or(not_before);
+        let already_ended = Shutdown { host_us: settled.resumed_host_us, ended: Ended::Before };
+        let Shutdown { host_us: stopped_host_us, ended } = shutdown.unwrap_or(already_ended);
         settled.recorder.phase(Phase::Settle);
         previous_ram.into_iter().for_each(PreviousRam::release);
         settled.recorder.step("free the previous RAM");
-        settled.recorder.write(&replacement.held.rundir);
+        settled.recorder.write(&replacement.locked_vm.rundir);
         let report = replacement.report(&settled, stopped_host_us);
         let clock = Some(clock).filter(|clock| *clock != ClockOutcome::NoAgent);
         let phase = Some(PhaseOutcome { candidate: Some(candidate), skipped, clock, load_us: Some(load_us) });

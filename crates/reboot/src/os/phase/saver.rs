@@ -7,7 +7,7 @@
 use super::health::HealthyPhase;
 use super::port::PhasePort;
 use super::save::{SaveOutcome, save};
-use crate::os::watch::{self, WatchError};
+use crate::os::helper_process::{HelperError, ServedQemu, current_qemu, lock_single_instance, start_helper};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::helpers::Helper;
@@ -23,8 +23,9 @@ use std::time::{Duration, Instant};
 const EVENT_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Interval between health checks.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
-/// At most this many unsaved phases are logged in this time.
-const REPORT_LIMIT: (u32, Duration) = (10, Duration::from_secs(60));
+/// At most this many unsaved phases are logged in [`LOG_PERIOD`].
+const MAX_LOG_LINES: u32 = 10;
+const LOG_PERIOD: Duration = Duration::from_secs(60);
 /// Interval between checks for the VM's next QEMU.
 const QEMU_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -33,22 +34,22 @@ const QEMU_INTERVAL: Duration = Duration::from_millis(20);
 /// # Errors
 /// Errors of starting the process.
 pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
-    if definition.phase.is_empty() { Ok(()) } else { watch::spawn(rundir, "phases", &Helper::Phases) }
+    if definition.phase.is_empty() { Ok(()) } else { start_helper(rundir, "phases", &Helper::Phases) }
 }
 
 /// Serves a VM until it is removed, or until its QEMU has ended and is not replaced.
-pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
+pub fn run(host: &Host, name: &str) -> Result<(), HelperError> {
     let rundir = RunDir::new(&host.root, name);
-    let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
-    let Some(_lock) = watch::lock_file(&rundir.phases_lock()).map_err(failed)? else { return Ok(()) };
-    let mut expected = false;
-    let mut throttle = Throttle::new(REPORT_LIMIT.0, REPORT_LIMIT.1);
-    while let Some((vmm, definition)) = watch::current_qemu(&rundir).map_err(failed)? {
-        let health = HealthyPhase::of(&definition).unwrap_or_else(|e| {
+    let failed = HelperError::run_dir(name);
+    let Some(_lock) = lock_single_instance(&rundir.phases_lock()).map_err(&failed)? else { return Ok(()) };
+    let throttle = Throttle::new(MAX_LOG_LINES, LOG_PERIOD);
+    let mut saver = PhaseSaver { host, rundir: &rundir, is_health_awaited: false, throttle };
+    while let Some(ServedQemu { vmm, definition }) = current_qemu(&rundir).map_err(&failed)? {
+        let healthy_phase = HealthyPhase::of(&definition).unwrap_or_else(|e| {
             tracing::warn!("cannot check whether the guest is healthy: {e}");
             None
         });
-        if let Err(e) = serve_guest(host, &rundir, &vmm, health.as_ref(), (&mut expected, &mut throttle)) {
+        if let Err(e) = saver.serve_guest(&vmm, healthy_phase.as_ref()) {
             tracing::debug!("QEMU (process {}): {e}", vmm.pid);
         }
         // QEMU is ending or being replaced, or another client has its port.
@@ -57,48 +58,53 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     Ok(())
 }
 
-/// Serves the guest of one QEMU until that QEMU ends. `expected`: save the phase in which the guest is healthy next.
-fn serve_guest(
-    host: &Host,
-    rundir: &RunDir,
-    vmm: &Vmm,
-    health: Option<&HealthyPhase>,
-    (expected, throttle): (&mut bool, &mut Throttle),
-) -> io::Result<()> {
-    let mut port = PhasePort::connect(vmm)?;
-    *expected |= phases::take_expected(rundir);
-    loop {
-        let awaited = health.filter(|_| *expected);
-        let announced = port.next_phase(if awaited.is_some() { HEALTH_INTERVAL } else { EVENT_TIMEOUT })?;
-        match (announced, awaited) {
-            (Some(phase), _) => port.answer(&save_phase(host, rundir, vmm, &phase, throttle))?,
-            (None, Some(health)) if health.is_healthy(vmm) => {
-                *expected = false;
-                save_phase(host, rundir, vmm, &health.phase, throttle);
-            }
-            (None, _) => {}
-        }
-    }
+/// Saves the phases of one VM's guests.
+struct PhaseSaver<'a> {
+    host: &'a Host,
+    rundir: &'a RunDir,
+    /// `true`: the phase in which the guest is healthy is still to be saved.
+    is_health_awaited: bool,
+    /// Limits the log: a guest may announce phases continuously.
+    throttle: Throttle,
 }
 
-/// Saves a candidate of a phase unless a usable one exists. Returns the answer for the guest.
-fn save_phase(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str, throttle: &mut Throttle) -> String {
-    match save(host, rundir, vmm, phase) {
-        Ok(SaveOutcome::Saved { stopped_us, bytes }) => {
-            tracing::info!("saved phase {phase}: {bytes} bytes, guest stopped for {stopped_us} µs");
-            "saved".into()
-        }
-        Ok(SaveOutcome::Existing) => "kept".into(),
-        Err(why) => {
-            // Limit the log: a guest may announce phases continuously.
-            match throttle.admit(Instant::now()) {
-                Some(0) => tracing::warn!("phase {phase} was not saved: {why}"),
-                Some(left_out) => {
-                    tracing::warn!("phase {phase} was not saved: {why}; {left_out} similar messages were suppressed")
+impl PhaseSaver<'_> {
+    /// Serves the guest of one QEMU until that QEMU ends.
+    fn serve_guest(&mut self, vmm: &Vmm, healthy_phase: Option<&HealthyPhase>) -> io::Result<()> {
+        let mut port = PhasePort::connect(vmm)?;
+        self.is_health_awaited |= phases::take_expected(self.rundir);
+        loop {
+            let awaited = healthy_phase.filter(|_| self.is_health_awaited);
+            let announced = port.next_phase(if awaited.is_some() { HEALTH_INTERVAL } else { EVENT_TIMEOUT })?;
+            match (announced, awaited) {
+                (Some(phase), _) => port.answer(&self.save_phase(vmm, &phase))?,
+                (None, Some(awaited)) if awaited.is_healthy(vmm) => {
+                    self.is_health_awaited = false;
+                    self.save_phase(vmm, &awaited.phase);
                 }
-                None => {}
+                (None, _) => {}
             }
-            format!("skipped {why}")
+        }
+    }
+
+    /// Saves a candidate of a phase unless a usable one exists. Returns the answer for the guest.
+    fn save_phase(&mut self, vmm: &Vmm, phase: &str) -> String {
+        match save(self.host, self.rundir, vmm, phase) {
+            Ok(SaveOutcome::Saved { stopped_us, bytes }) => {
+                tracing::info!("saved phase {phase}: {bytes} bytes, guest stopped for {stopped_us} µs");
+                "saved".into()
+            }
+            Ok(SaveOutcome::Existing) => "kept".into(),
+            Err(why) => {
+                match self.throttle.admit(Instant::now()) {
+                    Some(0) => tracing::warn!("phase {phase} was not saved: {why}"),
+                    Some(suppressed) => tracing::warn!(
+                        "phase {phase} was not saved: {why}; {suppressed} similar messages were suppressed"
+                    ),
+                    None => {}
+                }
+                format!("skipped {why}")
+            }
         }
     }
 }

@@ -11,7 +11,7 @@
 //! QEMU can write to a disk any more.
 
 use super::candidates::UsableCandidate;
-use super::port::{PhasePort, wait_read};
+use super::port::{PhasePort, wait_until_read};
 use crate::error::{Problem, RebootError};
 use crate::vmm::Replacement;
 use crate::vmm::cold::{self, Shutdown};
@@ -59,7 +59,7 @@ pub(super) struct Succession<'a> {
     /// How the previous guest is to be ended.
     pub(super) end: EndMethod,
     /// When the reboot command started.
-    pub(super) began: Instant,
+    pub(super) started: Instant,
 }
 
 /// Loads the candidate into a destination QEMU, ends the previous guest unless `shutdown` shows that it has ended,
@@ -80,40 +80,41 @@ pub(super) fn load(
     state.hardware.vm_generation = next_generation(rundir.name(), &state.hardware)?;
     let waiting_hardware = ram::create_waiting(&state.hardware)?;
     disks::start(&rundir, &state.hardware).map_err(LifeError::from)?;
-    // As long as the source has the real taps, the destination has stand-ins.
-    let (start_taps, taps) = match shutdown {
+    // As long as the source has the real taps, the destination starts with stand-ins.
+    let (start_taps, tap_takeover) = match shutdown {
         Some(_) => (network::reopen(&state.hardware)?, None),
         None => {
-            let (start_taps, taps) = TapTakeover::prepare(&state.hardware, replacement.source_qemu.process())?;
-            (start_taps, Some(taps))
+            let (stand_ins, takeover) = TapTakeover::prepare(&state.hardware, replacement.source_qemu.process())?;
+            (stand_ins, Some(takeover))
         }
     };
     handover.recorder.step(if shutdown.is_some() { "make its place again" } else { "make its place" });
 
-    let mut port = None;
+    let mut phase_port = None;
     let environment = OwnRunDir { rundir: &rundir, hardware: &waiting_hardware, binary: &replacement.binary.clone() };
     let prepared = candidate::prepare(&candidate.store, handover, environment, start_taps, |vmm| {
         // Connect before the state is loaded, because for the guest the port has been open all the time.
         let connect =
             || PhasePort::connect(vmm).map_err(|e| tracing::debug!("cannot connect to its port for phases: {e}")).ok();
-        port = is_announced.then(connect).flatten();
+        phase_port = is_announced.then(connect).flatten();
     });
     let prepared = prepared.map_err(candidate_failed)?;
     let ReplacedSource { previous_ram, shutdown_time } =
-        replace_source(replacement, handover, &prepared, state, taps.as_ref(), succession, shutdown)?;
+        replace_source(replacement, handover, &prepared, state, tap_takeover.as_ref(), succession, shutdown)?;
     let running = prepared.resume(handover).map_err(candidate_failed)?;
-    let elapsed = succession.began.elapsed().saturating_sub(shutdown_time);
+    let elapsed = succession.started.elapsed().saturating_sub(shutdown_time);
     let load_us = time_to_resume(elapsed, running.stage.resumed_host_us);
-    let notification = match port.map(|mut port| port.notify_restored()) {
-        Some(Ok(())) => Notification::Sent,
-        Some(Err(e)) => {
-            tracing::warn!("{}: cannot notify the guest that it was set back: {e}", rundir.name());
+    let notification = match phase_port {
+        Some(mut port) => {
+            if let Err(e) = port.notify_restored() {
+                tracing::warn!("{}: cannot notify the guest that it was set back: {e}", rundir.name());
+            }
             Notification::Sent
         }
         None if is_announced => Notification::NotSent,
         None => Notification::ByAgent,
     };
-    Ok(RunningSuccessor { running, notification, load_us, previous_ram, _taps: taps })
+    Ok(RunningSuccessor { running, notification, load_us, previous_ram, _tap_takeover: tap_takeover })
 }
 
 fn candidate_failed(error: RestoreError) -> RebootError {
@@ -137,7 +138,7 @@ pub(super) struct RunningSuccessor {
     load_us: u64,
     previous_ram: Vec<PreviousRam>,
     /// Kept until the end: dropping them removes the stand-ins, for which the kernel takes many milliseconds.
-    _taps: Option<TapTakeover>,
+    _tap_takeover: Option<TapTakeover>,
 }
 
 /// Way in which the guest is notified that it was rolled back.
@@ -164,7 +165,7 @@ impl RunningSuccessor {
         let clock = set_guest_clock(&mut settled, notification);
         if notification == Notification::ByAgent
             && clock != ClockOutcome::NoAgent
-            && notify_agent(rundir.name(), &settled.vmm)
+            && notify_through_agent(rundir.name(), &settled.vmm)
         {
             settled.recorder.step("notify the guest's agent");
         }
@@ -176,7 +177,7 @@ impl RunningSuccessor {
 /// processor of the guest busy for a second (`hwclock --systohc`).
 fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> ClockOutcome {
     let Settled { vmm, qmp, state, recorder, .. } = settled;
-    if notification == Notification::Sent && has_read(&state.hardware.name, vmm) {
+    if notification == Notification::Sent && has_read_notification(&state.hardware.name, vmm) {
         recorder.step("notify the guest of the time");
         return ClockOutcome::SetByGuest;
     }
@@ -200,7 +201,7 @@ fn replace_source(
     handover: &mut Handover,
     prepared: &PreparedCandidate<'_>,
     state: State,
-    taps: Option<&TapTakeover>,
+    tap_takeover: Option<&TapTakeover>,
     succession: &Succession<'_>,
     shutdown: &mut Option<Shutdown>,
 ) -> Result<ReplacedSource, RebootError> {
@@ -234,10 +235,10 @@ fn replace_source(
     if state.definition.phase.healthy.as_ref() != Some(&candidate.name) {
         phases::expect_healthy(&rundir, &state.definition);
     }
-    replacement.held.state = state.clone();
+    replacement.locked_vm.state = state.clone();
     handover.state = state;
-    if let (Some(taps), Some(injector)) = (taps, ram.injector()) {
-        taps.give(&hardware, injector)?;
+    if let (Some(takeover), Some(injector)) = (tap_takeover, ram.injector()) {
+        takeover.give(&hardware, injector)?;
     }
     handover.pass("phase.renew.agreed");
     handover.recorder.step("take its place");
@@ -257,8 +258,8 @@ fn check_alive(handover: &Handover) -> Result<(), RebootError> {
 }
 
 /// Returns whether the guest has read the notification that it was rolled back.
-fn has_read(name: &str, vmm: &Vmm) -> bool {
-    match vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
+fn has_read_notification(name: &str, vmm: &Vmm) -> bool {
+    match vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| wait_until_read(&mut qmp)) {
         Ok(true) => return true,
         Ok(false) => tracing::warn!("{name}: the guest does not read the notification that it was set back"),
         Err(e) => tracing::debug!("{name}: cannot check whether the guest was notified: {e}"),
@@ -267,7 +268,7 @@ fn has_read(name: &str, vmm: &Vmm) -> bool {
 }
 
 /// Notifies a guest that did not announce the phase itself, through its agent. Returns whether that succeeded.
-fn notify_agent(name: &str, vmm: &Vmm) -> bool {
+fn notify_through_agent(name: &str, vmm: &Vmm) -> bool {
     match agent::run(&vmm.directory().agent(), "/bin/sh", &["-c", RESTORED_COMMAND], ANSWER_TIMEOUT) {
         Ok(ran) if ran.status == Some(0) => return true,
         Ok(ran) => tracing::info!("{name}: {RESTORED_COMMAND}: exit status {:?}", ran.status),

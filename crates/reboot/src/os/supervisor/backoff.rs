@@ -1,4 +1,5 @@
-//! Decides when a dead helper is restarted, and when it is abandoned.
+//! Decides when a dead helper is restarted, and when it is abandoned: the first restart is immediate, further ones in a
+//! row wait longer and longer.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +7,7 @@ use std::time::{Duration, Instant};
 const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// Delay before the second restart in a row. The delay doubles with each further restart.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
-const LONGEST_DELAY: Duration = Duration::from_secs(5);
+const MAX_DELAY: Duration = Duration::from_secs(5);
 /// After this many deaths in a row, each sooner than [`STABLE_AFTER`], the helper is abandoned.
 pub const DEATH_LIMIT: u32 = 8;
 
@@ -33,7 +34,7 @@ impl Backoff {
         match self.deaths {
             1 => RestartDecision::RestartAt(now),
             deaths if deaths >= DEATH_LIMIT => RestartDecision::Abandon,
-            deaths => RestartDecision::RestartAt(now + LONGEST_DELAY.min(FIRST_DELAY * 2u32.pow(deaths - 2))),
+            deaths => RestartDecision::RestartAt(now + MAX_DELAY.min(FIRST_DELAY * 2u32.pow(deaths - 2))),
         }
     }
 }
@@ -42,7 +43,7 @@ impl Backoff {
 mod tests {
     use super::*;
 
-    const BRIEF: Duration = Duration::from_millis(3);
+    const SHORT_SERVICE: Duration = Duration::from_millis(3);
 
     #[test]
     fn the_first_death_is_followed_by_a_restart_without_delay() {
@@ -54,14 +55,13 @@ mod tests {
     #[test]
     fn deaths_in_a_row_are_followed_by_longer_and_longer_waits_and_then_by_none() {
         let start = Instant::now();
-        let (mut now, mut backoff, mut waits) = (start, Backoff::default(), Vec::new());
-        while let RestartDecision::RestartAt(at) = backoff.died(now, BRIEF) {
-            waits.push(at - now);
-            now = at + BRIEF;
+        let (mut now, mut backoff, mut delays_ms) = (start, Backoff::default(), Vec::new());
+        while let RestartDecision::RestartAt(restart) = backoff.died(now, SHORT_SERVICE) {
+            delays_ms.push((restart - now).as_millis());
+            now = restart + SHORT_SERVICE;
         }
-        let ms: Vec<_> = waits.iter().map(Duration::as_millis).collect();
-        assert_eq!(ms, [0, 100, 200, 400, 800, 1600, 3200]);
-        assert_eq!(backoff.died(now, BRIEF), RestartDecision::Abandon, "it stays abandoned");
+        assert_eq!(delays_ms, [0, 100, 200, 400, 800, 1600, 3200]);
+        assert_eq!(backoff.died(now, SHORT_SERVICE), RestartDecision::Abandon, "it stays abandoned");
     }
 
     #[test]
@@ -73,7 +73,7 @@ mod tests {
             assert_eq!(backoff.died(now, STABLE_AFTER), RestartDecision::RestartAt(now));
         }
         // A helper that was stable gets its restarts back.
-        assert_eq!(backoff.died(now, BRIEF), RestartDecision::RestartAt(now + FIRST_DELAY));
+        assert_eq!(backoff.died(now, SHORT_SERVICE), RestartDecision::RestartAt(now + FIRST_DELAY));
         assert_eq!(backoff.died(now, STABLE_AFTER), RestartDecision::RestartAt(now));
     }
 }

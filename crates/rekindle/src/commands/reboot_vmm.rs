@@ -1,0 +1,153 @@
+//! `rekindle reboot vmm`: replaces QEMUs, and prints what was done to each VM.
+
+use super::dry_run::{self, PlannedAction};
+use super::helpers::start_helpers;
+use super::{distinct_names, reboot_method};
+use crate::cli::RebootVmm;
+use crate::output::{Output, Usage, chain, duration, exit_status_for};
+use crate::progress::start_spinner;
+use anyhow::Result;
+use rekindle_handover::GuestStatus;
+use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
+use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::status::{self, Status};
+use serde::Serialize;
+use std::process::ExitCode;
+
+/// The JSON result of `rekindle reboot vmm`.
+#[derive(Serialize)]
+struct VmmResult<'a> {
+    how: vmm::RebootMethod,
+    vms: Vec<VmResult<'a>>,
+    /// Time from the first guest's stop to the last guest's resume; `None` if no VM was rebooted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_stop_to_last_resume_us: Option<u64>,
+}
+
+#[derive(Serialize)]
+#[serde(tag = "outcome", rename_all = "kebab-case")]
+enum VmResult<'a> {
+    Done {
+        #[serde(flatten)]
+        report: &'a RebootReport,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        memory_changed_bytes: Option<u64>,
+    },
+    Failed {
+        name: &'a str,
+        left: GuestStatus,
+        error: String,
+    },
+}
+
+pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
+    let host = Host::open()?;
+    let names = if arguments.all { running_vms(&host)? } else { distinct_names(&arguments.names)? };
+    let how = reboot_method(arguments.how);
+    let options = ReplaceOptions {
+        how,
+        qemu: arguments.qemu.clone(),
+        rollback: arguments.rollback,
+        verify_memory: arguments.verify_memory,
+    };
+    if arguments.dry_run {
+        let plans: Vec<_> = vmm::plan(&host, &names, &options)
+            .into_iter()
+            .map(|plan| PlannedAction {
+                name: plan.name,
+                action: plan.result.map(|replacement| describe_plan(how, &replacement)),
+            })
+            .collect();
+        return dry_run::print(output, &plans);
+    }
+    let spinner = start_spinner(output, format!("{how} reboot of {}", names.join(", ")));
+    let outcomes = vmm::reboot(&host, &names, &options);
+    spinner.finish_and_clear();
+    names.iter().for_each(|name| start_helpers(&host, name));
+    print_vmm_outcomes(output, how, &outcomes)?;
+    let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
+    Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// Describes what a replacement would do, for `--dry-run`.
+fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String {
+    let vmm::ReplacementPlan { from, binary, version } = plan;
+    let guest = match how {
+        vmm::RebootMethod::Warm => "its guest stopped for milliseconds",
+        vmm::RebootMethod::Saved => "its guest stopped while its RAM is saved to disk and loaded",
+        vmm::RebootMethod::Cold => "its guest shut down and booted",
+    };
+    let source_version = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
+    format!("replace QEMU process {}{source_version} by {} ({version}), {guest}", from.pid, binary.display())
+}
+
+fn running_vms(host: &Host) -> Result<Vec<String>> {
+    let mut names = RunDir::list(&host.root)?;
+    names.retain(|name| {
+        let status = status::status(&RunDir::new(&host.root, name));
+        matches!(status, Ok(Status::Running | Status::Degraded(_)))
+    });
+    if names.is_empty() {
+        return Err(Usage("--all: no VM runs".into()).into());
+    }
+    Ok(names)
+}
+
+fn print_vmm_outcomes(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Result<()> {
+    let mut text = String::new();
+    let mut vms = Vec::new();
+    let mut reports = Vec::new();
+    for VmOutcome { name, result } in outcomes {
+        match result {
+            Ok(report) => {
+                text += &replacement_line(report);
+                let memory_changed_bytes = report.memory.as_ref().map(|memory| memory.ram_changed_bytes);
+                vms.push(VmResult::Done { report, memory_changed_bytes });
+                reports.push(report);
+            }
+            Err(failure) => {
+                let error = chain(failure);
+                // Without --json, errors go to standard error.
+                if !output.json() {
+                    eprintln!("rekindle: {name}: {error}");
+                }
+                vms.push(VmResult::Failed { name, left: failure.guest, error });
+            }
+        }
+    }
+    let first_stop_us = reports.iter().map(|report| report.stop_host_us).min();
+    let last_resume_us = reports.iter().map(|report| report.resume_host_us).max();
+    let total_us = first_stop_us.zip(last_resume_us).map(|(stop, resume)| resume.saturating_sub(stop));
+    if let Some(total_us) = total_us
+        && outcomes.len() > 1
+    {
+        text += &format!("from the first stop to the last resume: {}\n", duration(total_us));
+    }
+    if output.json() || !text.is_empty() {
+        output.result(&VmmResult { how, vms, first_stop_to_last_resume_us: total_us }, text)?;
+    }
+    Ok(())
+}
+
+fn replacement_line(report: &RebootReport) -> String {
+    let version = |qemu: &vmm::QemuInfo| qemu.version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let mut line = format!(
+        "{}: stopped for {}; QEMU {} (process {}) -> QEMU {} (process {})",
+        report.name,
+        duration(report.stopped_us),
+        version(&report.from),
+        report.from.pid,
+        version(&report.to),
+        report.to.pid
+    );
+    if let Some(memory) = &report.memory {
+        let changed: Vec<_> =
+            memory.blocks_changed.iter().filter(|(_, is_changed)| **is_changed).map(|(id, _)| id).collect();
+        line += &format!("; memory changed: {} bytes of RAM, blocks {changed:?}", memory.ram_changed_bytes);
+        if !memory.not_compared.is_empty() {
+            line += &format!(", not compared {:?}", memory.not_compared);
+        }
+    }
+    line + "\n"
+}
