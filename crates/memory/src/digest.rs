@@ -30,6 +30,8 @@ pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
     let mut offset = 0;
     while offset < len {
         let data = match seek(&file, SeekFrom::Data(offset)) {
+            // Data from `len` on was appended after `len` was read.
+            Ok(data) if data >= len => break,
             Ok(data) => data,
             Err(rustix::io::Errno::NXIO) => break,
             Err(e) => return Err(e.into()),

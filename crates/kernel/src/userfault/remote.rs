@@ -171,13 +171,14 @@ pub struct Existing {
 pub fn existing(process: Process) -> Result<Vec<Existing>, RemoteError> {
     let pid = process.pid;
     let mut userfaultfds = Vec::new();
-    for number in descriptors(process)? {
+    for number in descriptors(pid)? {
         let link = fs::read_link(format!("/proc/{pid}/fd/{number}")).ok();
         if link.is_some_and(|link| link.as_os_str() == USERFAULTFD_LINK) {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
             userfaultfds.push(Existing { number, features: agreed_features(&info) });
         }
     }
+    check_alive(process)?;
     Ok(userfaultfds)
 }
 
@@ -228,16 +229,23 @@ pub fn device_in(process: Process) -> Result<Option<RawFd>, RemoteError> {
     let is_device = |number: &RawFd| {
         fs::metadata(format!("/proc/{pid}/fd/{number}")).is_ok_and(|metadata| metadata.rdev() == device.rdev())
     };
-    Ok(descriptors(process)?.into_iter().rfind(is_device))
+    let number = descriptors(pid)?.into_iter().rfind(is_device);
+    check_alive(process)?;
+    Ok(number)
 }
 
-/// Returns the descriptor numbers of a process, which must still run.
-fn descriptors(process: Process) -> Result<Vec<RawFd>, RemoteError> {
-    let pid = process.pid;
+/// Returns an error if a process has ended. What was read of it under `/proc` may then be of another process.
+fn check_alive(process: Process) -> Result<(), RemoteError> {
+    let ended = RemoteError::Take { pid: process.pid, source: io::ErrorKind::NotFound.into() };
+    if process.is_alive() { Ok(()) } else { Err(ended) }
+}
+
+/// Returns the descriptor numbers of a process.
+fn descriptors(pid: u32) -> Result<Vec<RawFd>, RemoteError> {
     let failed = |source| RemoteError::Take { pid, source };
     let mut numbers = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).map_err(failed)? {
         numbers.extend(entry.map_err(failed)?.file_name().to_str().and_then(|name| name.parse::<RawFd>().ok()));
     }
-    if process.is_alive() { Ok(numbers) } else { Err(failed(io::ErrorKind::NotFound.into())) }
+    Ok(numbers)
 }
