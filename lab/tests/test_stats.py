@@ -1,3 +1,8 @@
+"""The statistics of benchmarks: medians, intervals of ratios, permutation tests and the verdict on two samples.
+
+A ratio is that of two medians: ours divided by the peer's. The samples are times, so smaller is better.
+"""
+
 import numpy as np
 import pytest
 
