@@ -328,7 +328,7 @@ def test_headings_have_units(name, expected):
 def test_a_thousand_runs_are_judged_within_ten_seconds(tmp_path):
     generator = np.random.default_rng(4)
     lines = [
-        line(number, "abcd"[number % 4], {f"r{i}_s": float(generator.normal(10, 1)) for i in range(6)}, of=1000)
+        line(number, "abcd"[number % 4], {f"r{i}_s": float(generator.normal(10, 1)) for i in range(6)}, total=1000)
         for number in range(1, 1001)
     ]
     began = time.process_time()

@@ -1,6 +1,8 @@
 """The interface of a run (`Runner`, `Measured`, `RunError`), and the runner that executes a program (`CommandRunner`).
 
-A run takes a treatment, and returns responses, raw samples and versions.
+A run takes a treatment (one level of each factor), given as the `settings` of these levels. It returns responses (the
+measured numbers), raw samples and versions. Before a run starts, its `leaves` are recorded: the names of everything
+that it makes (folders, namespaces, processes), which `clear` removes if a kill has left them.
 """
 
 import json
