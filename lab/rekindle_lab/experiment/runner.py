@@ -74,7 +74,8 @@ class CommandRunner:
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """Ends the processes of an attempt that was killed, since they would run during the next attempt."""
-        for pid in with_variable(MARK, leaves["mark"]) if "mark" in leaves else []:
+        pids = with_variable(MARK, leaves["mark"]) if "mark" in leaves else []
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -76,7 +76,8 @@ class Workspace:
         Raises `RekindleError` if a VM cannot be stopped; then removes nothing.
         """
         self._stop_vms()
-        for folder in self.work.glob("*/") if self.work.exists() else []:
+        folders = self.work.glob("*/") if self.work.exists() else []
+        for folder in folders:
             end_processes(with_variable("REKINDLE_RUN_DIR", str(folder)))
         for name in self.namespaces:
             end_processes(_in_namespace(name))
