@@ -11,13 +11,16 @@ from typing import ClassVar
 from rekindle_lab import netns
 
 COMMAND_PORT = 7000
+"""Port of a guest at which it accepts commands, such as `drop-caches`."""
 WORK_PORT = 7001
+"""Port of the debian-work guest at which a workload is started."""
 KERNEL_WORDS = "console=ttyS0 quiet no_timer_check"
 """Kernel arguments of every guest. On a busy host an emulated timer is late. The kernel then panics during boot
 ("IO-APIC + timer doesn't work") unless it has `no_timer_check`, which it sets by itself under KVM."""
 QEMUS_OWN = "server = false"
 """Gives QEMU the disks of these experiments: the cost of Rekindle's disk server is measured separately."""
 READY_DEADLINE_S = 300.0
+"""Deadline for a boot: long, since without KVM a boot can take minutes."""
 
 
 def size(memory_mib: int) -> str:

@@ -1,4 +1,8 @@
-"""Defines a guest whose operating system is rebooted: its definition, disk and phases, and commands in it."""
+"""Defines a guest whose operating system is rebooted: its definition, disk and phases, and commands in it.
+
+Phases are the points of its boot (kernel up, services up) at which the guest saves a snapshot, the phase's candidate. A
+reboot can resume from a candidate instead of booting.
+"""
 
 import json
 import subprocess
@@ -13,7 +17,9 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.slow import run
 
 SSH_DEADLINE_S = 300.0
+"""Deadline for a command in the guest."""
 SAVED_DEADLINE_S = 120.0
+"""Deadline for the candidates of all phases to be saved after a boot."""
 PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
 """Phases that can have candidates, by guest."""
 PATHS = {"micro": "/bytes/16384"}

@@ -9,6 +9,7 @@ from scipy import stats
 SEED = 20100401
 """Seed of the resampling, so that one raw file always gives one result."""
 RESAMPLES = 9999
+"""Number of resamples: the smallest possible p is then 1 / 10,000."""
 
 
 def _sample(values: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,8 @@
-"""Workloads inside the debian-work guest: started by its port 7001, observed on its console by the host's clock."""
+"""Workloads inside the debian-work guest: started by its port 7001, observed on its console by the host's clock.
+
+The guest prints a mark for each finished part of the work, such as a compiled file. From the times of the marks the lab
+computes how much work an interruption has cost.
+"""
 
 import re
 import time
@@ -12,7 +16,9 @@ from typing import Protocol
 from rekindle_lab.guests import WORK_PORT
 
 POLL_S = 0.002
+"""Seconds between two reads of the console: the error of a mark's time."""
 WORK_DEADLINE_S = 1800.0
+"""Deadline for a whole workload."""
 _PROGRESS_LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
 
 

@@ -1,4 +1,7 @@
-"""A fleet for plans in tests."""
+"""A fleet for the tests of plans: 6 hosts "web" with three VMs each, and 4 hosts "db" with one VM each.
+
+The VMs of kind "gpu" allow no technique that meets the target availability, so the plan of this fleet has a problem.
+"""
 
 import tomllib
 
@@ -43,4 +46,5 @@ name = "postgres"
 
 
 def fleet(text=TEXT, **changes):
+    """Returns the fleet of a plan's TOML, with some of its top-level keys replaced."""
     return parse(tomllib.loads(text) | changes)

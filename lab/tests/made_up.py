@@ -1,6 +1,11 @@
-"""Invented data for tests, in the formats of the real commands."""
+"""An invented record of one reboot, in the formats of the real commands.
+
+A record has the JSON of the reboot (its steps, and when the guest stopped and resumed) and the report of a probe, the
+client that requested the guest's service meanwhile (answers per interval, and gaps without an answer).
+"""
 
 START_US = 1_800_000_000_000_000
+"""When the probe starts, in microseconds since 1970; any fixed time would do."""
 
 
 def steps(spans):
@@ -13,11 +18,12 @@ def steps(spans):
 
 def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
     """Returns a record whose probe got `rate` answers per second for `seconds`, except in a gap from `stop_ms` on."""
-    width_ms = 100
+    width_ms = 100  # of an interval in which the probe counts answers
     intervals = []
     for start in range(0, seconds * 1000, width_ms):
-        silent = max(0, min(start + width_ms, stop_ms + gap_ms) - max(start, stop_ms))
-        answered = round(rate * (width_ms - silent) / 1000)
+        # How much of this interval is in the gap.
+        silent_ms = max(0, min(start + width_ms, stop_ms + gap_ms) - max(start, stop_ms))
+        answered = round(rate * (width_ms - silent_ms) / 1000)
         intervals.append({"start_ms": start, "answered": answered, "failed": 0, "bytes": answered * 100})
     spans = [
         ("prepare", "start", stop_ms - 200, 200),

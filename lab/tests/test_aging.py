@@ -1,4 +1,10 @@
-"""Trends: aging is detected with the time until exhaustion, and series without aging give no alarm."""
+"""Trends: aging is detected with the time until exhaustion, and series without aging give no alarm.
+
+- Aging: software that runs for long uses up a resource, such as memory by a leak, until it fails.
+- Series: the samples of one metric of a host or guest since its last boot, with the limit at which it is exhausted.
+- Inflation: how much the autocorrelation of the samples increases the variance of the trend test's count.
+- Kinds (`quiet.KINDS`): kinds of simulated hosts without aging, by the noise of their samples.
+"""
 
 import json
 
@@ -17,6 +23,7 @@ DAY_S = 86_400
 
 
 def series(values, metric="free_memory_kib", limit=0.0, step_s=3600.0):
+    """Returns hourly samples of one metric of a host."""
     values = np.asarray(values, dtype=float)
     return Series("h", None, metric, "b", 1.8e9 + step_s * np.arange(values.size), values, limit)
 
@@ -39,54 +46,56 @@ def test_slope_interval_equals_scipys_without_autocorrelation():
     seconds = np.arange(40.0)
     values = 0.02 * seconds + generator.normal(size=40)
     found = fit_trend(seconds, values)
-    other = stats.theilslopes(values, seconds, 0.95)
+    scipys = stats.theilslopes(values, seconds, 0.95)
     assert found.inflation == pytest.approx(1.0, abs=0.4)
     assert (found.slope_low, found.slope_high) == (
-        pytest.approx(other.low_slope, abs=0.01),
-        pytest.approx(other.high_slope, abs=0.01),
+        pytest.approx(scipys.low_slope, abs=0.01),
+        pytest.approx(scipys.high_slope, abs=0.01),
     )
 
 
 def test_the_slopes_interval_has_scipys_ranks():
-    n, same = 30, 0
+    n, compared = 30, 0  # samples of a series; series for which scipy rounds in the same way
     seconds = np.arange(float(n))
     variance = n * (n - 1) * (2 * n + 5) / 18
     pairs = n * (n - 1) / 2
     for seed in range(20):
         values = np.random.default_rng(seed).normal(size=n)
         found = fit_trend(seconds, values)
-        half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
-        if (pairs + half) / 2 % 1 < 0.5:
+        half_width = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
+        if (pairs + half_width) / 2 % 1 < 0.5:
             continue  # scipy rounds such a rank down, and the tested code never does
-        same += 1
-        other = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half / np.sqrt(variance)))
-        assert (found.slope_low, found.slope_high) == pytest.approx((other.low_slope, other.high_slope), rel=1e-12)
-    assert same >= 5
+        compared += 1
+        scipys = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half_width / np.sqrt(variance)))
+        assert (found.slope_low, found.slope_high) == pytest.approx((scipys.low_slope, scipys.high_slope), rel=1e-12)
+    assert compared >= 5
 
 
-@pytest.mark.parametrize(("kind", "most"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)])
-def test_false_trends_are_as_rare_as_stated_and_far_rarer_than_uncorrected(kind, most):
+@pytest.mark.parametrize(
+    ("kind", "largest_share"), [("white", 0.09), ("persistent-0.5", 0.09), ("persistent-0.9", 0.16)]
+)
+def test_false_trends_are_as_rare_as_stated_and_far_rarer_than_uncorrected(kind, largest_share):
     generator = np.random.default_rng(6)
-    rounds, n = 150, 150
+    rounds, n = 150, 150  # simulated series, and samples of each
     seconds = np.arange(float(n))
-    corrected = plain = 0
+    corrected = uncorrected = 0
     for _ in range(rounds):
         values = quiet.KINDS[kind](generator, n)
         corrected += fit_trend(seconds, values).p < 0.05
-        plain += stats.kendalltau(seconds, values).pvalue < 0.05
-    assert corrected / rounds <= most
+        uncorrected += stats.kendalltau(seconds, values).pvalue < 0.05
+    assert corrected / rounds <= largest_share
     if kind == "persistent-0.9":
-        assert plain / rounds > 0.4
+        assert uncorrected / rounds > 0.4
 
 
-def test_the_slopes_interval_covers_it():
+def test_the_slopes_interval_covers_the_true_slope():
     generator = np.random.default_rng(8)
     seconds = np.arange(120.0)
-    hits = 0
+    covered = 0
     for _ in range(80):
         found = fit_trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
-        hits += found.slope_low <= 0.05 <= found.slope_high
-    assert hits >= 70
+        covered += found.slope_low <= 0.05 <= found.slope_high
+    assert covered >= 70  # 95% of 80 are 76
 
 
 @pytest.mark.parametrize("kind", list(quiet.KINDS))
@@ -102,12 +111,12 @@ def test_a_leak_is_detected_with_its_time():
     values = 2**20 * (1 - hours / (24 * 40)) + 20_000 * quiet.daily(generator, hours.size)
     (found,) = judge([series(values)])
     assert found.alarm
-    left = 40 - 14
-    assert found.left_low_s / DAY_S < left < found.left_high_s / DAY_S
-    assert found.left_s / DAY_S == pytest.approx(left, rel=0.15)
+    left_d = 40 - 14
+    assert found.left_low_s / DAY_S < left_d < found.left_high_s / DAY_S
+    assert found.left_s / DAY_S == pytest.approx(left_d, rel=0.15)
 
 
-def test_a_rise_towards_a_limit_and_away_from_it():
+def test_a_rise_is_an_alarm_only_towards_a_limit_that_is_near():
     noise = np.random.default_rng(5).normal(size=200)
     rising = 1000 + 10 * np.arange(200) + noise
     (found,) = judge([series(rising, "open_files", 5000)])
@@ -141,25 +150,30 @@ def test_thinning_keeps_the_trend():
 
 
 def sample(unix_s, **more):
+    """Returns a sample of a host with 1000 KiB of free memory; `more` adds or replaces keys."""
     return {"format": 1, "host": "h", "guest": None, "boot": "b1", "unix_s": unix_s, "free_memory_kib": 1000.0} | more
 
 
 def write(path, samples):
-    path.write_text("".join(json.dumps(one) + "\n" for one in samples))
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return path
 
 
 def test_series_begin_at_the_last_boot(tmp_path):
     rows = [sample(n) for n in range(5)] + [sample(10 + n, boot="b2", free_memory_kib=n) for n in range(3)]
     rows += [sample(n, guest="web", open_files=n, open_files_limit=99) for n in range(4)]
-    found = {one.name: one for one in read(write(tmp_path / "s", rows))}
-    assert list(found) == ["h free_memory_kib", "h/web free_memory_kib", "h/web open_files"]
-    assert list(found["h free_memory_kib"].values) == [0, 1, 2]
-    assert [one.before for one in found.values()] == [5, 0, 0]
-    assert found["h free_memory_kib"].limit == 0
-    assert found["h/web open_files"].limit == 99
-    (given,) = [one for one in read(tmp_path / "s", {"open_files": 50}) if one.metric == "open_files"]
-    assert given.limit == 50
+    series_by_name = {metric_series.name: metric_series for metric_series in read(write(tmp_path / "s", rows))}
+    assert list(series_by_name) == ["h free_memory_kib", "h/web free_memory_kib", "h/web open_files"]
+    assert list(series_by_name["h free_memory_kib"].values) == [0, 1, 2]
+    assert [metric_series.before for metric_series in series_by_name.values()] == [5, 0, 0]
+    assert series_by_name["h free_memory_kib"].limit == 0
+    assert series_by_name["h/web open_files"].limit == 99
+    (with_limit,) = [
+        metric_series
+        for metric_series in read(tmp_path / "s", {"open_files": 50})
+        if metric_series.metric == "open_files"
+    ]
+    assert with_limit.limit == 50
 
 
 @pytest.mark.parametrize(
@@ -178,7 +192,7 @@ def test_series_begin_at_the_last_boot(tmp_path):
         ({"unix_s": 1}, "h  has two samples of free_memory_kib at 1"),
     ],
 )
-def test_bad_samples_are_named(tmp_path, bad, message):
+def test_an_error_names_row_and_column_of_a_bad_sample(tmp_path, bad, message):
     with pytest.raises(SamplesError) as caught:
         read(write(tmp_path / "s", [sample(1), sample(2) | bad]))
     assert message in str(caught.value)
@@ -203,13 +217,13 @@ def test_the_inside_of_a_guest_is_a_series_of_its_own_boot(tmp_path):
                 n, guest="web", boot="inner", guest_free_memory_kib=500 - n, guest_slab_kib=n, guest_slab_kib_limit=9
             ),
         ]
-    found = {one.metric: one for one in read(write(tmp_path / "s", rows))}
-    assert found["resident_kib"].values.tolist() == [1002, 1003]
-    assert found["guest_free_memory_kib"].values.tolist() == [500, 499, 498, 497]
-    assert (found["guest_free_memory_kib"].limit, found["guest_slab_kib"].limit) == (0.0, 9)
+    series_by_metric = {metric_series.metric: metric_series for metric_series in read(write(tmp_path / "s", rows))}
+    assert series_by_metric["resident_kib"].values.tolist() == [1002, 1003]
+    assert series_by_metric["guest_free_memory_kib"].values.tolist() == [500, 499, 498, 497]
+    assert (series_by_metric["guest_free_memory_kib"].limit, series_by_metric["guest_slab_kib"].limit) == (0.0, 9)
 
 
-def test_command_line(tmp_path):
+def test_the_command_line_reports_an_alarm_and_its_horizon(tmp_path):
     values = 1e6 - 1000 * np.arange(14 * 24) + np.random.default_rng(1).normal(0, 5000, 14 * 24)
     rows = [sample(3600.0 * n, free_memory_kib=float(value)) for n, value in enumerate(values)]
     path = write(tmp_path / "s", rows)
@@ -253,4 +267,4 @@ def test_impossible_alarm_settings_are_rejected(tmp_path, option, value):
 def test_the_command_line_states_false_alarms():
     result = CliRunner().invoke(app, ["aging", "quiet", "--host-weeks", "1", "--json"])
     assert result.exit_code == 0, result.output
-    assert [one["kind"] for one in json.loads(result.output)] == list(quiet.KINDS)
+    assert [row["kind"] for row in json.loads(result.output)] == list(quiet.KINDS)

@@ -1,4 +1,11 @@
-"""Experiments: the order is committed first; after any failure no run is lost and none is done twice."""
+"""Experiments: the order is committed first; after any failure no run is lost and none is done twice.
+
+- A treatment is one level of each factor, and a level is a set of settings, such as `how = "cold"`. A response is a
+  number that each run measures. A block has all treatments equally often.
+- The order of the runs is drawn at random and committed: written to order.json before the first run.
+- The ledger has two files: a line in begun.jsonl before each run, a line in runs.jsonl after it.
+- The `leaves` of a run are the names of what it makes, which `clear` removes if a kill has left it.
+"""
 
 import json
 import os
@@ -22,6 +29,8 @@ from rekindle_lab.runs import ledger, processes
 from rekindle_lab.runs.ledger import Ledger, LedgerError
 from rekindle_lab.toml import DefinitionError
 
+TIMEOUT_STATUS = 124
+"""Exit status recorded for a program that misses its deadline, as timeout(1) returns it."""
 DOCUMENT = {
     "name": "made-up",
     "seed": 3,
@@ -34,11 +43,12 @@ DOCUMENT = {
 }
 
 
-def made(**changes):
+def made_up_experiment(**changes):
+    """Returns the experiment of `DOCUMENT`, with some of its top-level keys replaced."""
     return parse(json.loads(json.dumps(DOCUMENT | changes)))
 
 
-class Fake:
+class FakeRunner:
     """A runner that logs its calls; `ends` maps the number of a call to what happens in that call."""
 
     def __init__(self, log, ends=None):
@@ -64,31 +74,34 @@ class Fake:
         return Measured({"downtime_s": value}, [{"t_s": 0.0, "raw": planned.run}], {"fake": "1"})
 
 
-def go(folder, runner, experiment=None, **options):
+def run_session(folder, runner, experiment=None, **options):
+    """Starts or continues the experiment; returns the number of runs that are not done, and the messages."""
     messages = []
-    left = ExperimentSession(experiment or made(), folder, runner, {"rekindle": "0.1.0"}, messages.append).run(
-        **options
+    experiment_session = ExperimentSession(
+        experiment or made_up_experiment(), folder, runner, {"rekindle": "0.1.0"}, messages.append
     )
-    return left, messages
+    return experiment_session.run(**options), messages
 
 
-def lines(folder, name="runs.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+def lines(folder):
+    """Returns the lines of the finished runs."""
+    return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
 
 
-def fail():
+def fail_run():
+    """Fails the run in which it is called, with exit status 3."""
     raise RunError("no answer", 3)
 
 
-def test_a_session_from_beginning_to_end(tmp_path):
+def test_a_session_executes_the_committed_order_and_records_each_run(tmp_path):
     folder = tmp_path / "out"
-    left, messages = go(folder, Fake(tmp_path / "log"))
-    assert left == 0
-    found = lines(folder)
-    assert [line["run"] for line in found] == list(range(1, 9))
+    runs_left, messages = run_session(folder, FakeRunner(tmp_path / "log"))
+    assert runs_left == 0
+    recorded = lines(folder)
+    assert [line["run"] for line in recorded] == list(range(1, 9))
     committed = json.loads((folder / "order.json").read_text())
-    assert [line["treatment"] for line in found] == [run["treatment"] for run in committed["runs"]]
-    first = found[0]
+    assert [line["treatment"] for line in recorded] == [run["treatment"] for run in committed["runs"]]
+    first = recorded[0]
     assert first["order"] == committed["digest"]
     assert (first["outcome"], first["exit_status"], first["attempt"]) == ("done", 0, 1)
     assert first["samples"] == [{"t_s": 0.0, "raw": 1}]
@@ -105,11 +118,11 @@ def test_the_order_is_on_disk_before_the_first_run(tmp_path):
     def check_order():
         assert json.loads((folder / "order.json").read_text())["runs"]
 
-    go(folder, Fake(tmp_path / "log", {0: check_order}))
+    run_session(folder, FakeRunner(tmp_path / "log", {0: check_order}))
 
 
 def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
-    experiment = made(replications=16, blocks=4)
+    experiment = made_up_experiment(replications=16, blocks=4)
     runs = order.draw(experiment)
     for block in range(1, 5):
         assert Counter(run.treatment["technique"] for run in runs if run.block == block) == {"cold": 4, "kexec": 4}
@@ -118,25 +131,27 @@ def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
         (level, number) for level in ("cold", "kexec") for number in range(1, 17)
     }
     assert order.draw(experiment) == runs
-    assert order.draw(made(replications=16, blocks=4, seed=4)) != runs
+    assert order.draw(made_up_experiment(replications=16, blocks=4, seed=4)) != runs
 
 
 def test_the_order_is_fully_random():
     # Over many seeds, each place in the order has each level equally often.
-    firsts = Counter(order.draw(made(seed=seed, blocks=1))[0].treatment["technique"] for seed in range(400))
-    assert abs(firsts["cold"] - 200) < 3 * 10
+    firsts = Counter(
+        order.draw(made_up_experiment(seed=seed, blocks=1))[0].treatment["technique"] for seed in range(400)
+    )
+    assert abs(firsts["cold"] - 200) < 3 * 10  # three standard deviations: sqrt(400 / 4) = 10
 
 
 def test_a_changed_order_or_that_of_another_experiment_is_rejected(tmp_path):
-    go(tmp_path, Fake(tmp_path / "log"), most=1)
+    run_session(tmp_path, FakeRunner(tmp_path / "log"), most=1)
     path = tmp_path / "order.json"
     with pytest.raises(order.OrderError, match="its seed differs from the definition's; give another --out"):
-        go(tmp_path, Fake(tmp_path / "log"), made(seed=4))
+        run_session(tmp_path, FakeRunner(tmp_path / "log"), made_up_experiment(seed=4))
     document = json.loads(path.read_text())
     document["runs"][2]["treatment"], document["runs"][3]["treatment"] = {"technique": "x"}, {"technique": "y"}
     path.write_text(json.dumps(document))
     with pytest.raises(order.OrderError, match="the order was changed after it was committed"):
-        go(tmp_path, Fake(tmp_path / "log"))
+        run_session(tmp_path, FakeRunner(tmp_path / "log"))
 
 
 def test_a_second_session_at_the_same_time_is_rejected(tmp_path):
@@ -145,7 +160,8 @@ def test_a_second_session_at_the_same_time_is_rejected(tmp_path):
     Ledger(tmp_path).__exit__(None, None, None)
 
 
-def kill():
+def kill_this_process():
+    """Ends the session without any clean-up, as the kernel would when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -156,7 +172,7 @@ def killed_session(folder, log, ends, break_write=None):
         try:
             if break_write is not None:
                 ledger._append = break_write
-            go(folder, Fake(log, ends))
+            run_session(folder, FakeRunner(log, ends))
             os._exit(0)
         except BaseException:
             os._exit(9)
@@ -165,49 +181,53 @@ def killed_session(folder, log, ends, break_write=None):
     return status != 0
 
 
-def test_killed_in_each_run_none_is_lost_or_done_twice(tmp_path):
+def test_if_every_session_is_killed_no_run_is_lost_or_done_twice(tmp_path):
     folder, log = tmp_path / "out", tmp_path / "log"
     kills = 0
-    # Each session is killed in its second run.
-    while killed_session(folder, log, {1 + len((log.read_text() if log.exists() else "").split("run")) - 1: kill}):
+
+    def calls_before():
+        return log.read_text().count("run") if log.exists() else 0
+
+    # Each session does one run and is killed in its second.
+    while killed_session(folder, log, {calls_before() + 1: kill_this_process}):
         kills += 1
         assert kills < 20
     assert kills == 7
-    found = lines(folder)
-    assert [line["run"] for line in found] == list(range(1, 9))
-    assert all(line["outcome"] == "done" for line in found)
-    assert [line["attempt"] for line in found] == [1] + [2] * 7
-    text = log.read_text().splitlines()
-    assert [line for line in text if line.startswith("cleared")] == [f"cleared left-{run}-1" for run in range(2, 9)]
+    recorded = lines(folder)
+    assert [line["run"] for line in recorded] == list(range(1, 9))
+    assert all(line["outcome"] == "done" for line in recorded)
+    assert [line["attempt"] for line in recorded] == [1] + [2] * 7
+    logged = log.read_text().splitlines()
+    assert [line for line in logged if line.startswith("cleared")] == [f"cleared left-{run}-1" for run in range(2, 9)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("name", ["runs.jsonl", "begun.jsonl"])
-def test_killed_while_a_line_is_written(tmp_path, share, name):
+def test_a_kill_while_a_line_is_written_loses_at_most_that_run(tmp_path, share, name):
     folder, log = tmp_path / "out", tmp_path / "log"
-    real = ledger._append
+    real_append = ledger._append
 
     def torn(path, line):
         if path.name != name or line["run"] != 3:
-            return real(path, line)
+            return real_append(path, line)
         data = (json.dumps(line) + "\n").encode()
         with path.open("ab") as file:
             file.write(data[: int(len(data) * share)])
-        return kill()
+        return kill_this_process()
 
     assert killed_session(folder, log, {}, torn)
-    left, messages = go(folder, Fake(log))
-    assert left == 0
+    runs_left, messages = run_session(folder, FakeRunner(log))
+    assert runs_left == 0
     assert any("was truncated" in text for text in messages) == (0 < share < 1)
     assert [line["run"] for line in lines(folder)] == list(range(1, 9))
     # The run is repeated unless the whole line of its end was on disk.
-    again = sum(line.startswith("run 3 ") for line in log.read_text().splitlines())
-    assert again == (2 if name == "runs.jsonl" and share < 1 else 1)
+    attempts = sum(line.startswith("run 3 ") for line in log.read_text().splitlines())
+    assert attempts == (2 if name == "runs.jsonl" and share < 1 else 1)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    real = os.fsync
+    real_fsync = os.fsync
     full = {"on": False}
 
     def fsync(descriptor):
@@ -215,53 +235,53 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         if path.name == "runs.jsonl" and path.stat().st_size and len(lines(folder)) == 3 and not full["on"]:
             full["on"] = True
             raise OSError(28, "No space left on device")
-        real(descriptor)
+        real_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(LedgerError, match="No space left on device; make room, then start the experiment again"):
-        go(folder, Fake(tmp_path / "log"))
+        run_session(folder, FakeRunner(tmp_path / "log"))
     assert len(lines(folder)) == 2
-    assert go(folder, Fake(tmp_path / "log"))[0] == 0
+    assert run_session(folder, FakeRunner(tmp_path / "log"))[0] == 0
     assert [line["run"] for line in lines(folder)] == list(range(1, 9))
 
 
 def test_failed_runs_are_kept_counted_and_repeated_only_on_request(tmp_path):
     folder, log = tmp_path / "out", tmp_path / "log"
-    left, messages = go(folder, Fake(log, {2: fail}))
-    assert left == 1
+    runs_left, messages = run_session(folder, FakeRunner(log, {2: fail_run}))
+    assert runs_left == 1
     assert any("FAILED: no answer" in text for text in messages)
     failed = lines(folder)[2]
     assert (failed["outcome"], failed["exit_status"], failed["error"]) == ("failed", 3, "no answer")
-    assert go(folder, Fake(log))[0] == 1
-    assert go(folder, Fake(log), retry_failed=True)[0] == 0
+    assert run_session(folder, FakeRunner(log))[0] == 1
+    assert run_session(folder, FakeRunner(log), retry_failed=True)[0] == 0
     assert [(line["run"], line["attempt"]) for line in lines(folder)][-1] == (3, 2)
     runs = read(folder / "runs.jsonl", order=Order.load(folder / "order.json"))
     assert (len(runs.done), len(runs.failed)) == (8, 1)
 
 
-def test_many_failures_in_a_row_end_it(tmp_path):
+def test_many_failures_in_a_row_end_the_session(tmp_path):
     with pytest.raises(ExperimentStoppedError, match="3 runs failed one after the other, the last with: no answer"):
-        go(tmp_path / "out", Fake(tmp_path / "log", dict.fromkeys(range(8), fail)))
+        run_session(tmp_path / "out", FakeRunner(tmp_path / "log", dict.fromkeys(range(8), fail_run)))
     assert len(lines(tmp_path / "out")) == session.MAX_FAILURES_IN_A_ROW
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "1"])
 def test_a_run_without_its_response_has_failed(tmp_path, value):
-    class WithoutResponse(Fake):
+    class WithoutResponse(FakeRunner):
         def run(self, planned, settings, leaves):
             return Measured({"downtime_s": value}, [{"kept": float("inf")}])
 
     with pytest.raises(ExperimentStoppedError):
-        go(tmp_path / "out", WithoutResponse(tmp_path / "log"))
+        run_session(tmp_path / "out", WithoutResponse(tmp_path / "log"))
     line = lines(tmp_path / "out")[0]
     assert line["outcome"] == "failed" and "downtime_s" in line["error"]
     assert line["samples"] == [{"kept": "inf"}]
 
 
 def test_replications_from_a_power_analysis_fill_blocks():
-    assert made(replications={"sd_increase": 0.15}, blocks=1).replications == 18
-    assert made(replications={"sd_increase": 0.15}, blocks=4).replications == 20
-    assert made(replications={"sd_increase": 0.15, "power": 0.87}, blocks=1).replications == 16
+    assert made_up_experiment(replications={"sd_increase": 0.15}, blocks=1).replications == 18
+    assert made_up_experiment(replications={"sd_increase": 0.15}, blocks=4).replications == 20
+    assert made_up_experiment(replications={"sd_increase": 0.15, "power": 0.87}, blocks=1).replications == 16
 
 
 @pytest.mark.parametrize(
@@ -291,7 +311,7 @@ def test_replications_from_a_power_analysis_fill_blocks():
         ({"guest": {"measure_s": float("nan")}}, "dates, NaN and infinity have no meaning here"),
     ],
 )
-def test_bad_definitions_are_named(changes, message):
+def test_an_error_in_a_definition_names_the_key(changes, message):
     with pytest.raises(DefinitionError, match=message):
         parse(DOCUMENT | changes)
 
@@ -308,7 +328,7 @@ def test_a_trial_is_shorter_and_separate_from_the_campaign(by_command):
 
 
 def test_the_duration_is_estimated_before_the_first_run(tmp_path):
-    _, messages = go(tmp_path / "out", Fake(tmp_path / "log"), made(run_s=120), most=1)
+    _, messages = run_session(tmp_path / "out", FakeRunner(tmp_path / "log"), made_up_experiment(run_s=120), most=1)
     assert messages[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do, about 16 min"
 
 
@@ -320,18 +340,18 @@ def test_a_bad_definitions_file_is_named(tmp_path):
 
 
 def test_the_samplers_responses_are_those_of_the_processes(tmp_path):
-    mark = str(tmp_path / "mark")
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
+    argument = str(tmp_path / "mark")
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass", argument])
     try:
-        wait_until(lambda: processes.mentioning(mark))
-        with sampling.Sampler(0.05, lambda: processes.mentioning(mark)) as sampler:
+        wait_until(lambda: processes.mentioning(argument))
+        with sampling.Sampler(0.05, lambda: processes.mentioning(argument)) as sampler:
             while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
                 assert busy.poll() is None
     finally:
         busy.kill()
         busy.wait()
     responses = sampler.responses()
-    assert [one["pid"] for one in sampler.samples[0]["processes"]] == [busy.pid]
+    assert [process["pid"] for process in sampler.samples[0]["processes"]] == [busy.pid]
     assert 0 < responses["host_cpu_pct"] <= 110
     assert responses["host_resident_kib"] > 1000
 
@@ -345,11 +365,11 @@ def test_a_failing_sample_is_reported():
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1.23, "1.2 s"), (42, "42 s"), (600, "10 min"), (7800, "2 h 10 min")])
-def test_durations(seconds, text):
+def test_a_duration_is_printed_in_units_that_fit_it(seconds, text):
     assert duration(seconds) == text
 
 
-SCRIPT = """#!/bin/sh
+MEASURE_SCRIPT = """#!/bin/sh
 echo "$REKINDLE_LAB_RUN" >> given
 case $REKINDLE_LAB_RUN in *'"how": "cold"'*) base=100 ;; *) base=10 ;; esac
 noise=$(wc -l < given)
@@ -357,7 +377,8 @@ echo progress
 echo "{\\"responses\\": {\\"downtime_s\\": $base.$noise}, \\"versions\\": {\\"tool\\": \\"3\\"}}"
 """
 
-FILE = """
+# An experiment whose runs are executed by the script above. It prints 100.N or 10.N, where N is the number of the run.
+DEFINITION = """
 name = "by-command"
 question = "Is kexec faster?"
 seed = 11
@@ -378,9 +399,10 @@ deadline_s = 60
 
 @pytest.fixture
 def by_command(tmp_path):
-    (tmp_path / "measure").write_text(SCRIPT)
+    """A folder with the definition x.toml and its program."""
+    (tmp_path / "measure").write_text(MEASURE_SCRIPT)
     (tmp_path / "measure").chmod(0o755)
-    (tmp_path / "x.toml").write_text(FILE)
+    (tmp_path / "x.toml").write_text(DEFINITION)
     return tmp_path
 
 
@@ -436,18 +458,18 @@ def test_processes_of_an_interrupted_run_end_before_the_next_run(by_command):
     wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
     experiment.kill()
     experiment.wait()
-    left = pids.read_text().strip()
-    assert Path("/proc", left).exists()
-    (by_command / "measure").write_text(SCRIPT)
+    left_pid = pids.read_text().strip()
+    assert Path("/proc", left_pid).exists()
+    (by_command / "measure").write_text(MEASURE_SCRIPT)
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
     assert result.exit_code == 0, result.output
-    wait_until(lambda: not Path("/proc", left).exists())
+    wait_until(lambda: not Path("/proc", left_pid).exists())
 
 
 def test_runs_of_another_order_do_not_count_as_done(by_command):
     CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
     (by_command / "by-command" / "order.json").unlink()
-    (by_command / "x.toml").write_text(FILE.replace("seed = 11", "seed = 12"))
+    (by_command / "x.toml").write_text(DEFINITION.replace("seed = 11", "seed = 12"))
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
     assert result.exit_code == 2
     assert "row 1, column order" in result.output
@@ -455,10 +477,10 @@ def test_runs_of_another_order_do_not_count_as_done(by_command):
 
 def test_a_program_that_hangs_is_ended(by_command):
     (by_command / "measure").write_text("#!/bin/sh\necho $$ >> pids; exec sleep 1000\n")
-    (by_command / "x.toml").write_text(FILE.replace("deadline_s = 60", "deadline_s = 0.3"))
+    (by_command / "x.toml").write_text(DEFINITION.replace("deadline_s = 60", "deadline_s = 0.3"))
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml")])
     assert result.exit_code == 1
     assert "not done within 0.3 s" in result.output
     for pid in (by_command / "pids").read_text().split():
         assert not Path("/proc", pid).exists()
-    assert {line["exit_status"] for line in lines(by_command / "by-command")} == {124}
+    assert {line["exit_status"] for line in lines(by_command / "by-command")} == {TIMEOUT_STATUS}

@@ -1,4 +1,10 @@
-"""Runs with guests: rejected settings, VM definitions, and the output of clients and guests."""
+"""Runs with guests: rejected settings, VM definitions, and the output of clients and guests. No guest is started.
+
+- Settings are what a level of a factor sets for its runs, such as `{"reboot": "os", "how": "kexec"}`. Responses are the
+  numbers that a run measures. The guest specification (`[guest]` of the definition) is the same for all levels.
+- Phases are points of its boot at which a guest saves a snapshot, to resume from it in a later reboot.
+- A disk is served by a disk server of Rekindle, or opened by QEMU itself.
+"""
 
 import re
 import subprocess
@@ -22,10 +28,13 @@ from rekindle_lab.runs import processes
 from rekindle_lab.toml import DefinitionError
 
 CAMPAIGNS = sorted((Path(__file__).parents[1] / "campaigns").glob("*.toml"))
+MAX_CAMPAIGN_S = 90 * 60
+"""Longest campaign in seconds, by its own estimate."""
 COLD = {"reboot": "os", "how": "cold"}
 
 
 def experiment(level, response, **guest):
+    """Returns an experiment that compares a cold reboot with `level`."""
     return parse(
         {
             "name": "made-up",
@@ -95,65 +104,67 @@ def test_each_way_of_a_reboot_is_known():
 
 
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
-def test_our_campaigns_are_whole(path):
+def test_our_campaigns_are_valid_and_take_at_most_90_minutes(path):
     campaign = load_definition(path)
     settings.check(campaign)
     assert campaign.name == path.stem
     assert campaign.replications == 16
     assert campaign.run_s is not None
-    assert len(campaign.treatments()) * 16 * campaign.run_s <= 90 * 60
+    assert len(campaign.treatments()) * campaign.replications * campaign.run_s <= MAX_CAMPAIGN_S
 
 
-def test_there_are_campaigns():
+def test_the_campaigns_of_our_results_are_present():
     assert {path.stem for path in CAMPAIGNS} >= {"overhead", "coverage", "penalty-disk", "penalty-protect"}
 
 
-def made(tmp_path, about, given, kind):
+def guest_and_definition(tmp_path, guest_spec, level_settings, kind):
+    """Returns the guest of a run, and its VM definition as read from TOML."""
     image = Image(kind, tmp_path / "image")
-    own = subject.subject(about, given, image, "space", tmp_path / "ram", tmp_path / "disk")
-    return own, tomllib.loads(own.definition("/usr/bin/qemu"))
+    guest = subject.subject(guest_spec, level_settings, image, "space", tmp_path / "ram", tmp_path / "disk")
+    return guest, tomllib.loads(guest.definition("/usr/bin/qemu"))
 
 
 @pytest.mark.parametrize(("kind", "disks"), [("micro", 1), ("debian", 1), ("immutable", 2)])
 def test_the_disks_are_a_servers_or_qemus_own(tmp_path, kind, disks):
-    about = experiment(COLD, "downtime_s", image=kind, disk_cache="none", definition="vcpus = 2").guest
+    guest_spec = experiment(COLD, "downtime_s", image=kind, disk_cache="none", definition="vcpus = 2").guest
     for served in (True, False):
-        _, definition = made(tmp_path, about, {"disk_server": served}, kind)
-        assert [one["server"] for one in definition["disk"]] == [served] * disks
-        assert {one["cache"] for one in definition["disk"]} == {"none"}
+        _, definition = guest_and_definition(tmp_path, guest_spec, {"disk_server": served}, kind)
+        assert [disk["server"] for disk in definition["disk"]] == [served] * disks
+        assert {disk["cache"] for disk in definition["disk"]} == {"none"}
         assert definition["vcpus"] == 2
-    _, definition = made(tmp_path, experiment(COLD, "downtime_s", image=kind).guest, {}, kind)
-    assert [one["server"] for one in definition["disk"]] == [True] * disks
+    _, definition = guest_and_definition(tmp_path, experiment(COLD, "downtime_s", image=kind).guest, {}, kind)
+    assert [disk["server"] for disk in definition["disk"]] == [True] * disks
     assert "cache" not in definition["disk"][0]
 
 
 def test_only_guests_that_resume_from_phases_keep_them(tmp_path):
-    about = experiment(COLD, "downtime_s", image="immutable").guest
-    own, definition = made(tmp_path, about, {"how": "phase"}, "immutable")
-    assert own.phases and definition["phase"]["save"] == ["kernel", "services"]
-    own, definition = made(tmp_path, about, {"how": "kexec", "touch": "100M"}, "immutable")
-    assert not own.phases and "phase" not in definition
+    guest_spec = experiment(COLD, "downtime_s", image="immutable").guest
+    guest, definition = guest_and_definition(tmp_path, guest_spec, {"how": "phase"}, "immutable")
+    assert guest.phases and definition["phase"]["save"] == ["kernel", "services"]
+    guest, definition = guest_and_definition(tmp_path, guest_spec, {"how": "kexec", "touch": "100M"}, "immutable")
+    assert not guest.phases and "phase" not in definition
     assert definition["boot"]["append"].endswith("rekindle.touch=100M")
 
 
-WRK = """Running 3s test @ http://10.88.1.2/
+# The text of wrk, with an incomplete line at its end, and the JSON that our script wrk.lua prints as the last line.
+WRK_TEXT = """Running 3s test @ http://10.88.1.2/
   50 requests in 3.00s, 1.20MB read
 Non-2xx or 3xx responses: 2
 {"requests": 50, "duration_us": 3000000, "bytes": 1200000,
 """
-LAST = (
+RESULT_LINE = (
     '{"requests": 50, "duration_us": 2000000, "bytes": 9, "failed": {"connect": 0, "read": 1, "write": 0, '
     '"status": 2, "timeout": 3}, "latency": {"mean_us": 30, "p50_us": 25000}}'
 )
 
 
 def test_wrks_output_is_parsed():
-    window = load.parse_wrk(WRK + LAST + "\n")
+    window = load.parse_wrk(WRK_TEXT + RESULT_LINE + "\n")
     assert (window.throughput_per_s, window.response_time_ms, window.failed) == (24.0, 25.0, 6)
     assert window.raw["wrk"]["bytes"] == 9
 
 
-@pytest.mark.parametrize("output", ["", WRK, "{}", LAST.replace("2000000", "0")])
+@pytest.mark.parametrize("output", ["", WRK_TEXT, "{}", RESULT_LINE.replace("2000000", "0")])
 def test_other_output_of_wrk_is_rejected(output):
     with pytest.raises(RunError, match="wrk: its last line is not a result"):
         load.parse_wrk(output)
@@ -164,7 +175,7 @@ def test_wrk_runs_the_script(tmp_path):
     (tmp_path / "one").write_text("1" * 1000)
     (tmp_path / "two").write_text("2")
     port_file = tmp_path / "port"
-    code = (
+    server_code = (
         "import http.server, sys, pathlib, functools\n"
         f"h = functools.partial(http.server.SimpleHTTPRequestHandler, directory={str(tmp_path)!r})\n"
         "s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), h)\n"
@@ -173,7 +184,7 @@ def test_wrk_runs_the_script(tmp_path):
     )
     log = tmp_path / "log"
     with log.open("w") as file:
-        server = subprocess.Popen(["python3", "-c", code], stderr=file)
+        server = subprocess.Popen(["python3", "-c", server_code], stderr=file)
     try:
         deadline = time.monotonic() + 30
         while not (port_file.exists() and port_file.read_text()):
@@ -193,7 +204,7 @@ def test_wrk_runs_the_script(tmp_path):
     assert abs(requested.count("GET /one HTTP/1.1") - requested.count("GET /two HTTP/1.1")) <= 2
 
 
-class Droppable:
+class GuestWithCaches:
     """A guest that counts the commands that it gets."""
 
     name = "made-up"
@@ -208,20 +219,20 @@ class Droppable:
 
 
 def test_caches_are_dropped_under_load():
-    guest = Droppable()
+    guest = GuestWithCaches()
     with load.without_caches(guest, 0.01):
         deadline = time.monotonic() + 30
         while guest.dropped < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    after = guest.dropped
+    dropped_under_load = guest.dropped
     with load.without_caches(guest, 0.0):
         pass
-    assert guest.dropped == after
+    assert guest.dropped == dropped_under_load
 
 
 def test_a_guest_that_does_not_drop_its_caches_is_reported():
-    guest = Droppable("error no")
+    guest = GuestWithCaches("error no")
     with pytest.raises(RunError, match="made-up: drop-caches: error no"), load.without_caches(guest, 0.01):
         deadline = time.monotonic() + 30
         while not guest.dropped:
@@ -229,6 +240,7 @@ def test_a_guest_that_does_not_drop_its_caches_is_reported():
             time.sleep(0.01)
 
 
+# A sample as the guest prints it: parts of /proc/loadavg, /proc/stat, /proc/meminfo and /proc/vmstat.
 STATUS = """0.10 0.20 0.30 1/90 400
 cpu  100 0 50 800 50 0 0 0 0 0
 MemFree:          1000 kB

@@ -1,3 +1,9 @@
+"""The command line of a peer, and the QMP client that drives it.
+
+A peer is another way to do what Rekindle does, here QEMU's own `cpr-transfer`. It runs the same virtual hardware as a
+VM of Rekindle, so its command line is made from that VM's. QMP is QEMU's control protocol, JSON lines on a unix socket.
+"""
+
 import json
 import socket
 import threading
@@ -8,7 +14,7 @@ import pytest
 from rekindle_lab.peers.cpr import arguments
 from rekindle_lab.qmp import Qmp, QmpError
 
-OURS = [
+REKINDLE_COMMAND_LINE = [
     "/usr/bin/qemu-system-x86_64",
     *("-name", "guest=web,debug-threads=on", "-nodefaults", "-pidfile", "/run/a/1/qemu.pid"),
     *("-machine", "pc-q35-10.0,memory-backend=ram,suppress-vmdesc=on"),
@@ -20,28 +26,35 @@ OURS = [
     *("-netdev", "tap,id=net0,fd=40,vhost=off", "-device", '{"driver": "virtio-net-pci", "netdev": "net0"}'),
     *("-incoming", "defer", "-S"),
 ]
-PATHS = {"/run/a/1": "/peer/3", "/run/a/console.log": "/peer/log", "/ram/web.ram": "/ram/p", "/disks/web.raw": "/d/p"}
+PEER_PATHS = {
+    "/run/a/1": "/peer/3",
+    "/run/a/console.log": "/peer/log",
+    "/ram/web.ram": "/ram/p",
+    "/disks/web.raw": "/d/p",
+}
 
 
 def test_the_peer_has_our_hardware_and_its_own_files():
-    out = arguments(OURS, paths=PATHS, tap_fds={40: 7}, incoming=None)
-    text = " ".join(out)
-    assert out[0] == "-name"
-    assert "pc-q35-10.0,memory-backend=ram,suppress-vmdesc=on,aux-ram-share=on" in out
-    assert "memory-backend-file,id=ram,size=512,mem-path=/ram/p,share=on,prealloc=off" in out
+    peer_arguments = arguments(REKINDLE_COMMAND_LINE, paths=PEER_PATHS, tap_fds={40: 7}, incoming=None)
+    text = " ".join(peer_arguments)
+    assert peer_arguments[0] == "-name"
+    assert "pc-q35-10.0,memory-backend=ram,suppress-vmdesc=on,aux-ram-share=on" in peer_arguments
+    assert "memory-backend-file,id=ram,size=512,mem-path=/ram/p,share=on,prealloc=off" in peer_arguments
     assert "path=/peer/3/console.sock" in text and "logfile=/peer/log" in text
     assert '"filename": "/d/p"' in text
-    assert "tap,id=net0,fd=7,vhost=off" in out
-    assert "ICH9-LPC.disable_s3=1" in out
-    assert "console=ttyS0 quiet" in out
-    for ours_only in ("send-configuration", "-incoming", "-S", "/run/a", "/ram/web.ram", "/disks"):
-        assert ours_only not in text
+    assert "tap,id=net0,fd=7,vhost=off" in peer_arguments
+    assert "ICH9-LPC.disable_s3=1" in peer_arguments
+    assert "console=ttyS0 quiet" in peer_arguments
+    for rekindle_only in ("send-configuration", "-incoming", "-S", "/run/a", "/ram/web.ram", "/disks"):
+        assert rekindle_only not in text
 
 
 def test_the_destination_waits_at_the_cpr_channel():
-    out = arguments(OURS, paths=PATHS, tap_fds={40: 7}, incoming=Path("/peer/3/cpr.sock"))
-    assert out[-4:-1] == ["-incoming", "defer", "-incoming"]
-    channel = json.loads(out[-1])
+    peer_arguments = arguments(
+        REKINDLE_COMMAND_LINE, paths=PEER_PATHS, tap_fds={40: 7}, incoming=Path("/peer/3/cpr.sock")
+    )
+    assert peer_arguments[-4:-1] == ["-incoming", "defer", "-incoming"]
+    channel = json.loads(peer_arguments[-1])
     assert channel["channel-type"] == "cpr"
     assert channel["addr"]["path"] == "/peer/3/cpr.sock"
 
@@ -68,6 +81,7 @@ class FakeQemu:
                 stream.flush()
 
 
+# As QEMU sends it when the guest stops; the client adds up both parts of the time to microseconds.
 STOP = '{"event": "STOP", "timestamp": {"seconds": 12, "microseconds": 34}}'
 
 

@@ -1,4 +1,10 @@
-"""Plans: the best technique for each VM, an order that keeps capacity and groups, and timers without drift."""
+"""Plans of a fleet: the best technique for each VM, an order of hosts that keeps the capacity, and reported problems.
+
+- A technique renews (reboots) a VM's VMM or OS; a coupled one reboots the OS with the VMM.
+- Capacity is the share of the hosts that must be available at any time; the hosts of a group must not be away at the
+  same time. A host is away while one of its VMs is unavailable or degraded by a renewal.
+- Scope "vmm": the VMs of a host are renewed one after the other. Scope "host": all together, by the host's reboot.
+"""
 
 import itertools
 import json
@@ -40,11 +46,15 @@ def test_each_vm_gets_the_best_that_it_allows():
 def test_the_shortest_intervals_are_where_the_target_is_missed():
     choice = make(fleet()).choices["web", "front"]
     warm, os = ROOTHAMMER_JBOSS.technique("warm"), ROOTHAMMER_JBOSS.os
-    for low, timers in (
+    for shortest_s, timers in (
         (choice.vmm_interval_min_s, lambda s: Timers(s, choice.os_interval_s)),
         (choice.os_interval_min_s, lambda s: Timers(choice.vmm_interval_s, s)),
     ):
-        assert availability(warm, os, timers(low * 1.001)) >= 0.9999 > availability(warm, os, timers(low * 0.999))
+        assert (
+            availability(warm, os, timers(shortest_s * 1.001))
+            >= 0.9999
+            > availability(warm, os, timers(shortest_s * 0.999))
+        )
 
 
 def test_the_order_has_every_host_once_and_keeps_groups_apart():
@@ -57,24 +67,29 @@ def test_the_order_has_every_host_once_and_keeps_groups_apart():
     assert rolling.capacity == pytest.approx(0.9)
 
 
-def overlapping(plan):
-    """Counts hosts with an unavailable VM at the same time, by walking through two intervals, VM by VM."""
+def most_hosts_away(plan):
+    """Returns how many hosts are away at the same time at most: a second computation, by counting.
+
+    It lists when each VM of each host is away, in two intervals, since the end of one overlaps the start of the next.
+    """
     fleet, rolling = plan.fleet, plan.rolling
     spans = []
     for host, name in enumerate(rolling.hosts):
-        hosts = next(one for one in fleet.hosts if name in one.names)
-        begin = 0
+        hosts = next(hosts_of_kind for hosts_of_kind in fleet.hosts if name in hosts_of_kind.names)
+        offset_s = 0
         for vms in hosts.vms:
             away_s = fleet.vmm[plan.choices[hosts.name, vms.name].vmm].away_s
             for _ in range(vms.count):
-                for lap in range(2):
-                    at = host * rolling.spacing_s + lap * fleet.vmm_interval_max_s + begin
-                    spans.append((at, at + away_s + TICK_S, host))  # immediately, or as late as possible
-                begin += away_s if fleet.scope == "vmm" else 0
-    return max(len({host for start, end, host in spans if start <= at < end}) for at, _, _ in spans)
+                for interval_number in range(2):
+                    start_s = host * rolling.spacing_s + interval_number * fleet.vmm_interval_max_s + offset_s
+                    spans.append((start_s, start_s + away_s + TICK_S, host))  # immediately, or as late as possible
+                offset_s += away_s if fleet.scope == "vmm" else 0
+    # The number can only grow when a VM starts to be away, so these moments are enough.
+    return max(len({host for other_s, end_s, host in spans if other_s <= start_s < end_s}) for start_s, _, _ in spans)
 
 
 @pytest.mark.parametrize("scope", ["vmm", "host"])
+# From none to far longer than the time between two hosts (28 days / 10 = 241,920 s).
 @pytest.mark.parametrize("degraded_s", [0, 80_000, 80_500, 100_000, 130_000, 241_000, 330_000, 1_000_000])
 def test_as_many_hosts_overlap_as_stated(degraded_s, scope):
     document = tomllib.loads(TEXT) | {"scope": scope}
@@ -82,7 +97,7 @@ def test_as_many_hosts_overlap_as_stated(degraded_s, scope):
     document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
     document["hosts"][1]["vms"][0]["count"] = 3
     plan = make(parse(document))
-    assert overlapping(plan) == plan.rolling.concurrent
+    assert most_hosts_away(plan) == plan.rolling.concurrent
 
 
 @pytest.mark.parametrize(("scope", "away_s"), [("vmm", 2 * 43 + 243), ("host", 243)])
@@ -112,6 +127,8 @@ def test_unmet_capacity_and_groups_are_reported_with_a_sufficient_interval():
     assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
 
 
+# "slow" has the highest availability, but is degraded for so long that 2 of 10 hosts are away at the same time. "quick"
+# meets the target and keeps the capacity. "poor" keeps the capacity and misses the target.
 CAPACITY = """
 vmm_interval_max_d = 28
 os_interval_max_d = 7
@@ -136,21 +153,24 @@ name = "vm"
 """
 
 
-def ways(plan):
+def chosen_vmm_techniques(plan):
+    """Returns the VMM technique of each VM, by the VM's name."""
     return {vms: choice.vmm for (_, vms), choice in plan.choices.items()}
 
 
 @pytest.mark.parametrize("scope", ["vmm", "host"])
 def test_keeping_the_capacity_takes_precedence_over_more_availability(scope):
     plan = make(fleet(CAPACITY, scope=scope))
-    assert ways(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts at the same time
-    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", "capacity = 0.8"), scope=scope))) == {"vm": "slow"}
-    assert ways(make(fleet(CAPACITY.replace("capacity = 0.9", ""), scope=scope))) == {"vm": "slow"}
+    assert chosen_vmm_techniques(plan) == {"vm": "quick"} and not plan.problems  # slow: 2 of 10 hosts at the same time
+    assert chosen_vmm_techniques(make(fleet(CAPACITY.replace("capacity = 0.9", "capacity = 0.8"), scope=scope))) == {
+        "vm": "slow"
+    }
+    assert chosen_vmm_techniques(make(fleet(CAPACITY.replace("capacity = 0.9", ""), scope=scope))) == {"vm": "slow"}
 
 
-def test_capacity_does_not_take_what_misses_availability():
+def test_a_technique_that_misses_availability_is_not_chosen_for_capacity():
     plan = make(fleet(CAPACITY.replace("[vmm.quick]\nvmm_downtime_s = 50\n", "")))
-    assert ways(plan) == {"vm": "slow"}  # poor would keep the capacity
+    assert chosen_vmm_techniques(plan) == {"vm": "slow"}  # poor would keep the capacity
     assert plan.problems[0] == (
         "hosts 'web': no techniques that are allowed and meet availability 0.9999 keep capacity 0.9: "
         "with the best (vm by slow) a host is unavailable or degraded for 3e+05 s, at most 2.416e+05 s are allowed"
@@ -160,7 +180,7 @@ def test_capacity_does_not_take_what_misses_availability():
 
 def test_if_availability_is_missed_in_any_case_the_capacity_is_kept():
     plan = make(fleet(CAPACITY.replace("availability = 0.9999", "availability = 0.99999")))
-    assert ways(plan) == {"vm": "quick"}
+    assert chosen_vmm_techniques(plan) == {"vm": "quick"}
     (problem,) = plan.problems
     assert "web/vm: availability 0.99994" in problem
 
@@ -168,39 +188,42 @@ def test_if_availability_is_missed_in_any_case_the_capacity_is_kept():
 def test_vms_of_a_host_share_what_its_capacity_leaves():
     text = CAPACITY.replace("degraded_s = 300_000", "degraded_s = 100_000")
     text += "count = 2\n" + '[[hosts.vms]]\nname = "other"\n[[hosts.vms]]\nname = "fixed"\nallow_vmm = ["slow"]\n'
-    assert ways(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}
+    assert chosen_vmm_techniques(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}
     plan = make(fleet(text))  # two of the four VMs may be slow: the VM that allows only slow, and one more
-    assert ways(plan) == {"vm": "quick", "other": "slow", "fixed": "slow"} and not plan.problems
+    assert chosen_vmm_techniques(plan) == {"vm": "quick", "other": "slow", "fixed": "slow"} and not plan.problems
 
 
-def test_it_is_the_best_of_all_ways_that_keep_the_capacity():
+def test_the_choice_is_the_best_of_all_combinations_that_keep_the_capacity():
     document = tomllib.loads(CAPACITY)
     document["target"]["availability"] = 0.997
     document["vmm"]["middle"] = {"vmm_downtime_s": 20, "degraded_rate": 0.1, "degraded_s": 60_000}
     document["hosts"][0]["vms"] = [{"name": f"vm{n}", "count": n} for n in (1, 2, 3, 5)]
     document["vmm"]["slow"]["degraded_s"] = 70_000
     plan = make(parse(document))
-    up = {name: availability(one, plan.fleet.os["kexec"], Timers()) for name, one in plan.fleet.vmm.items()}
+    availabilities = {
+        name: availability(technique, plan.fleet.os["kexec"], Timers()) for name, technique in plan.fleet.vmm.items()
+    }
+    # Every combination of a technique for each of the four kinds of VMs: the sums of those that keep the capacity.
     limits = capacity_limits(plan.fleet, 28 * DAY_S, TICK_S)
     sums = [
-        sum(n * up[name] for n, name in zip((1, 2, 3, 5), names, strict=True))
-        for names in itertools.product(up, repeat=4)
+        sum(n * availabilities[name] for n, name in zip((1, 2, 3, 5), names, strict=True))
+        for names in itertools.product(availabilities, repeat=4)
         if limits.keeps(sum(n * plan.fleet.vmm[name].away_s for n, name in zip((1, 2, 3, 5), names, strict=True)))
     ]
     assert not plan.problems
     assert sum(n * plan.choices["web", f"vm{n}"].availability for n in (1, 2, 3, 5)) == pytest.approx(max(sums), 1e-15)
 
 
-def test_ten_thousand_hosts_within_a_second():
+def test_a_plan_of_ten_thousand_hosts_takes_less_than_a_second():
     document = tomllib.loads(TEXT)
     document["hosts"][0] |= {"count": 6000}
     document["hosts"][1] |= {"count": 4000}
     document["target"]["capacity"] = 0.9
     document["vmm"]["slow"] = {"vmm_downtime_s": 1, "degraded_rate": 0.1, "degraded_s": 300_000}  # the best, too long
-    big = parse(document)
-    began = time.process_time()
-    plan = make(big)
-    assert time.process_time() - began < 1  # processor time, so that other work does not count
+    large_fleet = parse(document)
+    started_s = time.process_time()
+    plan = make(large_fleet)
+    assert time.process_time() - started_s < 1  # processor time, so that other work does not count
     assert len(plan.rolling.hosts) == 10_000
 
 
@@ -218,7 +241,7 @@ def test_ten_thousand_hosts_within_a_second():
         ("[[hosts]]", "[[host]]", "unknown key 'host'; did you mean hosts?"),
     ],
 )
-def test_bad_input_is_named(old, new, message):
+def test_an_error_names_the_key_that_is_wrong(old, new, message):
     text = TEXT.replace(old, new)
     with pytest.raises((DefinitionError, ValueError)) as caught:
         fleet(text)
@@ -265,11 +288,11 @@ def test_invalid_content_is_reported_with_file_key_and_remedy(tmp_path, old, new
 
 
 @pytest.mark.parametrize("name", ["web", "0", "a.b_c-d", "10.77.0.1", "a" * 63])
-def test_names_that_a_vm_can_have(name):
+def test_a_name_that_a_vm_can_have_is_accepted(name):
     assert fleet(TEXT.replace('"gpu"', f'"{name}"')).hosts[0].vms[1].name == name
 
 
-def test_command_line(tmp_path):
+def test_the_command_line_prints_a_plan_and_writes_timers(tmp_path):
     path = tmp_path / "fleet.toml"
     path.write_text(TEXT.replace('allow_vmm = ["saved", "cold"]', ""))
     out = tmp_path / "units"
@@ -294,6 +317,7 @@ def test_the_command_line_reports_a_missed_target(tmp_path):
     assert "NOT REACHED: web/gpu" in result.output
 
 
+# Downtimes come from the results of benchmarks and of an experiment instead of the file itself.
 MEASURED = """
 vmm_interval_max_d = 28
 os_interval_max_d = 7
@@ -308,13 +332,13 @@ name = "vm"
 """
 
 
-def measured(tmp_path, text=MEASURED, levels=("cold", "kexec")):
+def write_measured_plan(tmp_path, text=MEASURED, levels=("cold", "kexec")):
     """Writes a plan's file, with the measurements in the same folder."""
     gaps = [("11 x micro 256M", how, ms) for how, ms in (("warm", 843.0), ("cpr-transfer", 814.0), ("cold", 31_007.0))]
     rows = [{"guests": guests, "how": how, "gap ms": ms} for guests, how, ms in gaps]
     (tmp_path / "vmm.json").write_text(json.dumps({"tables": {"Guest-stopped time and service gap": rows}}))
-    found = [("immutable", "cold", 12.0), ("immutable", "phase-kernel", 6.0), ("immutable", "phase-services", 1.5)]
-    rows = [{"guest": guest, "reboot": how, "downtime": seconds} for guest, how, seconds in found]
+    downtimes = [("immutable", "cold", 12.0), ("immutable", "phase-kernel", 6.0), ("immutable", "phase-services", 1.5)]
+    rows = [{"guest": guest, "reboot": how, "downtime": seconds} for guest, how, seconds in downtimes]
     (tmp_path / "os.json").write_text(json.dumps({"tables": {"Downtime as a client sees it (s, medians)": rows}}))
     lines = campaign(levels=levels)
     write(tmp_path / "runs.jsonl", lines)
@@ -325,7 +349,7 @@ def measured(tmp_path, text=MEASURED, levels=("cold", "kexec")):
 
 
 def test_downtimes_are_read_from_measured_files(tmp_path):
-    plan = make(load(measured(tmp_path)))
+    plan = make(load(write_measured_plan(tmp_path)))
     fleet = plan.fleet
     assert list(fleet.vmm) == ["warm", "cold"]  # a peer is not part of a plan
     assert (fleet.vmm["warm"].vmm_downtime_s, fleet.vmm["cold"].coupled) == (0.843, True)
@@ -336,7 +360,7 @@ def test_downtimes_are_read_from_measured_files(tmp_path):
 
 
 def test_sources_of_downtimes_are_reported(tmp_path):
-    result = CliRunner().invoke(app, ["plan", str(measured(tmp_path))])
+    result = CliRunner().invoke(app, ["plan", str(write_measured_plan(tmp_path))])
     assert result.exit_code == 0, result.output
     assert "VMM: median service gaps of 11 x micro 256M (vmm.json); degradation is taken as 0" in result.output
     assert "OS: mean downtimes of 16 or more runs per level (runs.jsonl)" in result.output
@@ -344,12 +368,14 @@ def test_sources_of_downtimes_are_reported(tmp_path):
 
 def test_the_latest_phase_of_the_topic_os_counts(tmp_path):
     text = MEASURED.replace('os = "runs.jsonl"', 'os = "os.json"\nos_guests = "immutable"')
-    fleet = load(measured(tmp_path, text))
+    fleet = load(write_measured_plan(tmp_path, text))
     assert {name: reboot.downtime_s for name, reboot in fleet.os.items()} == {"cold": 12.0, "phase": 1.5}
 
 
-def test_a_table_by_hand_goes_before_a_file(tmp_path):
-    fleet = load(measured(tmp_path, MEASURED.replace("[[hosts]]", "[os.kexec]\ndowntime_s = 9\n[[hosts]]", 1)))
+def test_a_table_in_the_plan_overrides_a_measured_file(tmp_path):
+    fleet = load(
+        write_measured_plan(tmp_path, MEASURED.replace("[[hosts]]", "[os.kexec]\ndowntime_s = 9\n[[hosts]]", 1))
+    )
     assert fleet.os["kexec"].downtime_s == 9
     assert fleet.os["cold"].downtime_s > 100
 
@@ -369,19 +395,19 @@ def test_a_table_by_hand_goes_before_a_file(tmp_path):
     ],
 )
 def test_invalid_measured_files_are_named(tmp_path, was, now, message):
-    path = measured(tmp_path, MEASURED.replace(was, now))
+    path = write_measured_plan(tmp_path, MEASURED.replace(was, now))
     with pytest.raises(DefinitionError, match=message):
         load(path)
 
 
 def test_a_level_that_is_no_way_to_reboot_is_named(tmp_path):
     with pytest.raises(DefinitionError, match="level 'qemu' is no way to reboot an OS; there are: cold, kexec"):
-        load(measured(tmp_path, levels=("cold", "qemu")))
+        load(write_measured_plan(tmp_path, levels=("cold", "qemu")))
 
 
 def test_the_cold_gap_of_a_vmm_can_be_that_of_an_os(tmp_path):
     text = MEASURED.replace('os = "runs.jsonl"', 'os_guests = "11 x micro 256M"')
-    fleet = load(measured(tmp_path, text))
+    fleet = load(write_measured_plan(tmp_path, text))
     assert {name: reboot.downtime_s for name, reboot in fleet.os.items()} == {"cold": 31.007}
 
 

@@ -1,3 +1,9 @@
+"""The `rekindle` command as the lab calls it, here replaced by shell scripts: its JSON, failures and probes.
+
+A probe is a client that `rekindle probe` runs until it is interrupted; it then prints a report. A gap is a time without
+an answer to the probe.
+"""
+
 from pathlib import Path
 
 import pytest
@@ -6,7 +12,8 @@ from made_up import START_US, record
 from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_around
 
 
-def fake(tmp_path, script):
+def fake_rekindle(tmp_path, script):
+    """Returns the command, with this shell script as its binary."""
     path = tmp_path / "rekindle"
     # The script uses sh, since bash may attribute a SIGINT during a command to that command.
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -15,7 +22,9 @@ def fake(tmp_path, script):
 
 
 def test_the_json_is_the_last_line(tmp_path):
-    rekindle = fake(tmp_path, 'echo progress; echo "{\\"run\\": \\"$REKINDLE_RUN_DIR\\", \\"given\\": \\"$*\\"}"')
+    rekindle = fake_rekindle(
+        tmp_path, 'echo progress; echo "{\\"run\\": \\"$REKINDLE_RUN_DIR\\", \\"given\\": \\"$*\\"}"'
+    )
     assert rekindle.reboot(["a", "b"], "warm") == {
         "run": str(tmp_path / "run"),
         "given": "reboot vmm a b --how warm --json",
@@ -23,19 +32,20 @@ def test_the_json_is_the_last_line(tmp_path):
 
 
 def test_a_failure_has_command_status_and_reason(tmp_path):
-    rekindle = fake(tmp_path, "echo 'no such VM' >&2; exit 1")
+    rekindle = fake_rekindle(tmp_path, "echo 'no such VM' >&2; exit 1")
     with pytest.raises(RekindleError, match=r"reboot vmm a --how warm: exit status 1: no such VM"):
         rekindle.reboot(["a"], "warm")
 
 
-def test_no_json_is_an_error(tmp_path):
+def test_output_without_json_is_an_error(tmp_path):
     with pytest.raises(RekindleError, match="no JSON"):
-        fake(tmp_path, "echo done").show("a")
+        fake_rekindle(tmp_path, "echo done").show("a")
 
 
 def test_an_interrupted_vm_is_recovered_before_it_is_stopped(tmp_path):
     log = tmp_path / "log"
-    rekindle = fake(
+    # `stop` fails with exit status 3, "interrupted", the first time.
+    rekindle = fake_rekindle(
         tmp_path, f'echo "$1" >> {log}; echo "{{}}"; [ "$1" != stop ] || [ -e {log}.2 ] || {{ touch {log}.2; exit 3; }}'
     )
     rekindle.stop("a")
@@ -47,7 +57,7 @@ while :; do sleep 0.01; done"""
 
 
 def test_probes_run_during_the_body_and_report_when_stopped(tmp_path):
-    rekindle = fake(tmp_path, PROBE)
+    rekindle = fake_rekindle(tmp_path, PROBE)
     with rekindle.probes([("echo://a:7", "x"), ("echo://b:7", "y")], margin_s=0.2) as probes:
         assert [probe.report for probe in probes] == [{}, {}]
     assert [probe.report for probe in probes] == [
@@ -57,14 +67,15 @@ def test_probes_run_during_the_body_and_report_when_stopped(tmp_path):
 
 
 def test_probes_end_with_a_failing_body(tmp_path):
-    rekindle = fake(tmp_path, f"echo $$ >> {tmp_path}/pids; {PROBE}")
+    rekindle = fake_rekindle(tmp_path, f"echo $$ >> {tmp_path}/pids; {PROBE}")
     with pytest.raises(KeyError), rekindle.probes([("echo://a:7", "x")], margin_s=0.2):
         raise KeyError
     (pid,) = (tmp_path / "pids").read_text().split()
     assert not Path("/proc", pid).exists()
 
 
-def test_the_gap_around_a_stop():
+def test_the_gap_around_a_stop_is_measured_from_the_stop():
+    # Stopped 3000 ms after the start of the probe, resumed at 3005 ms; the client saw a gap of 14 ms.
     probe = record("warm", 3000, 3005, 14)["probe"]
     stop, resume = START_US + 3_000_000, START_US + 3_005_000
     assert gap_around(probe, stop, resume) == (stop, stop + 14_000, 14_000)

@@ -49,7 +49,7 @@ def test_a_run_that_failed_and_was_not_repeated(tmp_path, lines):
 
 
 def test_a_level_of_which_all_runs_failed_is_not_left_out(tmp_path):
-    lines = [line(n, level, {"x_s": n}, of=6) for n, level in enumerate(["cold", "kexec", "phase"] * 2, start=1)]
+    lines = [line(n, level, {"x_s": n}, total=6) for n, level in enumerate(["cold", "kexec", "phase"] * 2, start=1)]
     for one in lines:
         if one["treatment"]["technique"] == "phase":
             one |= {"outcome": "failed", "responses": {}}
@@ -85,13 +85,17 @@ def test_an_unknown_factor(tmp_path, lines):
 
 
 def test_one_level_only(tmp_path, lines):
-    only = [line(n, "cold", {"downtime_s": n}, of=4) for n in range(1, 5)]
+    only = [line(n, "cold", {"downtime_s": n}, total=4) for n in range(1, 5)]
     found = problems(tmp_path, only, with_order=False)
     assert found == ["row -, column treatment: only one level, 'cold': nothing to compare"]
 
 
 def test_a_level_with_one_run(tmp_path):
-    lines = [line(1, "cold", {"x_s": 1}, of=3), line(2, "cold", {"x_s": 2}, of=3), line(3, "kexec", {"x_s": 1}, of=3)]
+    lines = [
+        line(1, "cold", {"x_s": 1}, total=3),
+        line(2, "cold", {"x_s": 2}, total=3),
+        line(3, "kexec", {"x_s": 1}, total=3),
+    ]
     assert problems(tmp_path, lines, with_order=False) == [
         "row -, column treatment: level 'kexec' has 1 run; it needs at least 2"
     ]

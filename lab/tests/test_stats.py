@@ -1,3 +1,8 @@
+"""The statistics of benchmarks: medians, intervals of ratios, permutation tests and the verdict on two samples.
+
+A ratio is that of two medians: ours divided by the peer's. The samples are times, so smaller is better.
+"""
+
 import numpy as np
 import pytest
 
@@ -27,19 +32,19 @@ def test_a_ratio_to_zero_is_rejected():
         stats.ratio_interval([1.0, 2.0], [0.0, 1.0])
 
 
-def test_the_interval_holds_the_ratio_that_made_the_samples():
+def test_the_interval_covers_the_true_ratio():
     generator = np.random.default_rng(1)
-    hits = 0
+    covered = 0
     for _ in range(40):
         ours = generator.lognormal(0.0, 0.3, 15) * 2
         peer = generator.lognormal(0.0, 0.3, 15)
         low, high = stats.ratio_interval(ours, peer)
         assert low < high
-        hits += low <= 2.0 <= high
-    assert hits >= 34  # 95% of 40 are 38
+        covered += low <= 2.0 <= high
+    assert covered >= 34  # 95% of 40 are 38
 
 
-def test_one_raw_file_gives_one_result():
+def test_the_same_samples_give_the_same_result_again():
     ours, peer = [5.1, 4.8, 5.6, 5.0], [6.0, 6.4, 5.8, 7.0]
     assert stats.ratio_interval(ours, peer) == stats.ratio_interval(ours, peer)
     assert stats.permutation_p(ours, peer) == stats.permutation_p(ours, peer)
@@ -53,7 +58,7 @@ def test_permutation_p_is_small_only_for_different_samples():
     assert stats.permutation_p([1.0], high) == 1.0
 
 
-def test_verdicts():
+def test_a_verdict_follows_from_the_interval_of_the_ratio():
     low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
     high = [value * 1.5 for value in low]
     assert stats.compare(low, high).verdict == "better"

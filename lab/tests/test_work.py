@@ -1,3 +1,9 @@
+"""Workloads in a guest and their progress marks, the guest's console, and stores of checkpoints.
+
+A workload (here "compile") prints a mark for each unit of work, such as a file; the lab notes when it appeared. A
+window is one timed execution with its marks, as pairs (host clock in s, number of the unit).
+"""
+
 import subprocess
 
 import pytest
@@ -7,18 +13,19 @@ from rekindle_lab.work import Console, Window
 
 
 def window(marks, began=0.0, ended=10.0):
+    """Returns a compile run of 10 units with these marks; times are seconds."""
     return Window("compile", 10, began, ended, "", marks)
 
 
-def test_progress_between_two_marks():
+def test_progress_between_two_marks_follows_the_undisturbed_run():
     even = window([(float(n), n) for n in range(1, 10)])
     assert even.reached(4.5) == pytest.approx(4.5)
     assert even.place(7.25) == pytest.approx(7.25)
     assert even.place(12.0) == 10.0
     # Files take different times: between two marks, progress follows the undisturbed run.
     uneven = window([(1.0, 1), (2.0, 2), (8.0, 3)])
-    cut = window([(101.0, 1), (102.0, 2)], began=100.0)
-    assert cut.position(105.0, uneven) == pytest.approx(2.5)
+    interrupted = window([(101.0, 1), (102.0, 2)], began=100.0)
+    assert interrupted.position(105.0, uneven) == pytest.approx(2.5)
     assert uneven.reached(2.5) == pytest.approx(5.0)
 
 
@@ -52,9 +59,9 @@ def test_certificates_are_signed_by_their_authority(tmp_path):
 
 
 def test_every_store_has_a_path_of_its_own(tmp_path):
-    place = on_disk(tmp_path / "stores")
-    store, other = place.fresh("one"), place.fresh("one")
-    assert store.url == f"{place.url}/{store.folder.name}" and store.folder.parent == place.folder
+    stores = on_disk(tmp_path / "stores")
+    store, other = stores.fresh("one"), stores.fresh("one")
+    assert store.url == f"{stores.url}/{store.folder.name}" and store.folder.parent == stores.folder
     assert store.url != other.url and store.folder != other.folder
     store.folder.mkdir()
     (store.folder / "segment").write_bytes(b"x")

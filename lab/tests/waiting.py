@@ -1,9 +1,10 @@
-"""Waiting for a condition."""
+"""Waits for a condition of another process or thread, with a deadline, so that a failing test ends."""
 
 import time
 
 
 def wait_until(condition, within_s=20):
+    """Returns once `condition()` is true; fails after `within_s` seconds."""
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, f"not within {within_s} s"

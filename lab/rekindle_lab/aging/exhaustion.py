@@ -1,5 +1,8 @@
 """Judges series of samples: computes the time until a resource is used up, and whether that justifies an alarm.
 
+Aging: software that runs for long uses up a resource, such as memory by a leak. A series is the samples of one metric
+since the last boot; its limit is the value at which the resource is used up.
+
 Entry point: `judge`, for all series of one host.
 """
 

@@ -1,4 +1,8 @@
-"""Measures false alarms on simulated hosts without aging, each judged once a day as a real host would be."""
+"""Measures false alarms on simulated hosts without aging, each judged once a day as a real host would be.
+
+Such a host has no trend, so each alarm is false. The kinds of hosts (`KINDS`) differ in the noise of their samples:
+independent, correlated with the previous sample, or with a daily variation.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ DAY_S = 86_400
 STEP_S = 900
 """Seconds between two samples. More samples would be thinned out before the judgement."""
 HOST_METRICS = ("free_memory_kib", "slab_kib", "open_files", "response_time_ms")
+"""Metrics of a simulated host: all are judged together, as those of a real host."""
 
 
 def _times(days: int) -> np.ndarray:

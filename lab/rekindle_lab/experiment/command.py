@@ -1,4 +1,9 @@
-"""The command `rekindle-lab experiment`: shows the order of an experiment, or executes its runs and reports them."""
+"""The command `rekindle-lab experiment`: shows the order of an experiment, or executes its runs and reports them.
+
+An experiment has factors with levels, and measures responses. A treatment is one level of each factor; each treatment
+is repeated in several runs. The order of the runs is drawn at random once and written to disk ("committed") before the
+first run. Another start with the same folder continues after the last finished run.
+"""
 
 import hashlib
 import json
@@ -12,6 +17,11 @@ import typer
 
 from rekindle_lab.failure import fail
 from rekindle_lab.machine import cache, find_root, interrupt_on_signals
+
+KEY_DIGITS = 6
+"""Hexadecimal digits of the key in the names of network namespaces. It distinguishes the experiments of a machine."""
+EXIT_INTERRUPTED = 130
+"""Exit status after SIGINT, as shells report it."""
 
 
 def command(
@@ -30,6 +40,7 @@ def command(
     It may be killed at any moment: started again it continues, and no run is lost or done twice. Exit status 0: all
     runs are done; 1: some failed or are left; 2: the definition or the machine is unsuitable.
     """
+    # Imported here, so that other commands and --help do not wait for numpy and the guests' modules.
     from rekindle_lab.experiment import order as orders
     from rekindle_lab.experiment.definition import load
     from rekindle_lab.experiment.guest import GuestRunner
@@ -61,7 +72,7 @@ def command(
             binary=installation.rekindle,
             qemu=installation.qemu,
             disk=cache() / "lab",
-            key=hashlib.sha256(str(folder).encode()).hexdigest()[:6],
+            key=hashlib.sha256(str(folder).encode()).hexdigest()[:KEY_DIGITS],
         )
         versions = runner.versions()
     else:
@@ -70,14 +81,16 @@ def command(
     try:
         runs_left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
     except KeyboardInterrupt:
-        raise fail("experiment", f"interrupted; {folder} has the finished runs, start again to continue", 130) from None
+        raise fail(
+            "experiment", f"interrupted; {folder} has the finished runs, start again to continue", EXIT_INTERRUPTED
+        ) from None
     except (orders.OrderError, DefinitionError) as error:
         raise fail("experiment", error) from error
     except (ExperimentStoppedError, LedgerError, RunError, OSError, subprocess.SubprocessError) as error:
         raise fail("experiment", error, 1) from error
     if runs_left:
         raise fail("experiment", f"{runs_left} runs are not done; {folder / RUNS} has the others", 1)
-    if report and experiment.replications > 1:
+    if report and experiment.replications > 1:  # one run per treatment cannot be analysed
         from rekindle_lab.report.command import write
 
         try:
@@ -92,11 +105,13 @@ class _Installation(NamedTuple):
     root: Path
     """Folder of the project."""
     rekindle: Path
+    """The binary."""
     qemu: str
+    """Path of the QEMU binary."""
 
 
 def _find_installation(rekindle: Path | None, qemu: str) -> _Installation:
-    """Raises `typer.Exit` if something is missing."""
+    """Finds the project, Rekindle and QEMU; raises `typer.Exit` with a remedy if something is missing."""
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
         raise fail("experiment", "not inside a clone of the project (no parent folder has tests/images/build)")

@@ -1,7 +1,15 @@
-"""Executes a run with a guest of Rekindle: fresh state, warm-up, load and samples, the level's action with a client.
+"""Executes one run of an experiment with a guest of Rekindle (`GuestRunner`).
 
-The measured responses (`settings`) decide which parts are executed: a window without a measured response is
-omitted.
+A run has these steps, each in fresh folders and with a new guest:
+
+1. Boot, then warm-up: load that is not measured.
+2. First window: load and samples of resource use before the action (responses `IN_WINDOW`).
+3. Action: a reboot of the OS or of the VMM, with a client at the guest (responses `OF_ACTION`).
+4. Second window: load after the action (responses `AFTER`).
+
+Terms: the responses are the numbers that the experiment measures, and a window without a measured response is omitted.
+`settings` are those of the run's factor levels, such as `{"reboot": "os", "how": "kexec"}`; `settings.py` lists them.
+Phases are the points of its boot at which a guest saves a snapshot, to resume from it in a later reboot.
 """
 
 import hashlib
@@ -28,6 +36,9 @@ from rekindle_lab.runs.processes import mentioning
 from rekindle_lab.runs.workspace import Workspace
 from rekindle_lab.stores import on_disk
 
+DIGEST_DIGITS = 12
+"""Hexadecimal digits of a binary's digest in a run's record: short, and still different for any two builds."""
+
 
 @dataclass
 class GuestRunner:
@@ -44,19 +55,24 @@ class GuestRunner:
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of everything that takes part in a run."""
-        about = self.experiment.guest
-        found = {
+        guest_spec = self.experiment.guest
+        versions = {
             "rekindle": f"{Rekindle(self.binary, self.root).version()} ({_digest(self.binary)})",
             "qemu": qemu_version(self.qemu),
-            "image": subject.image(self.root, about).folder.name,
+            "image": subject.image(self.root, guest_spec).folder.name,
             **machine_versions(),
         }
-        if about.leak_mib:
-            found["leak"] = leak_image(self.root).name
-        return found | ({"wrk": _wrk_version()} if about.load == "wrk" else {})
+        if guest_spec.leak_mib:
+            versions["leak"] = leak_image(self.root).name
+        if guest_spec.load == "wrk":
+            versions["wrk"] = _wrk_version()
+        return versions
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Returns the names of the namespace and the folders that the run will make."""
+        """Returns the names of the namespace and the folders that the run will make.
+
+        The names are recorded before the run starts, so that `clear` can remove everything after a kill.
+        """
         name = f"rkx-{self.key}-{planned.run}-{attempt}"
         return {"netns": name, "work": f"/dev/shm/{name}", "disk": str(self.disk / name)}
 
@@ -69,7 +85,7 @@ class GuestRunner:
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
         """Executes one run."""
-        del planned
+        del planned  # part of the interface; the settings and the names are enough here
         try:
             with Workspace.from_leaves(self.binary, leaves).made() as space:
                 return self._run_in(space, settings)
@@ -79,13 +95,14 @@ class GuestRunner:
             raise RunError(f"{type(error).__name__}: {error}") from error
 
     def _run_in(self, space: Workspace, settings: dict[str, Any]) -> Measured:
-        about = self.experiment.guest
-        image = subject.image(self.root, about)
-        guest = subject.subject(about, settings, image, space.namespaces[0], space.ram, space.disk)
+        """Boots the guest, then executes the steps that the settings and the responses require."""
+        guest_spec = self.experiment.guest
+        image = subject.image(self.root, guest_spec)
+        guest = subject.subject(guest_spec, settings, image, space.namespaces[0], space.ram, space.disk)
         rekindle = Rekindle(self.binary, space.work / "run")
         rekindle.run(guest.write(space.work, self.qemu))
         guest.wait_ready()
-        if guest.phases:
+        if guest.phases:  # otherwise the first window would include the saving
             wait_saved(rekindle, guest)
         measured = Measured()
         with ExitStack() as stack:
@@ -105,20 +122,20 @@ class GuestRunner:
         self, rekindle: Rekindle, guest: Subject, work: Path, measured: Measured, protector: Protector | None
     ) -> None:
         """Warms up, then measures throughput and response time under load, with samples of host and guest."""
-        about = self.experiment.guest
+        guest_spec = self.experiment.guest
         with ExitStack() as stack:
             status = None
-            if self._measures_any_of(IN_WINDOW) and guest.kind != "micro":
+            if self._measures_any_of(IN_WINDOW) and guest.kind != "micro":  # micro does not report them
                 status = stack.enter_context(GuestStatus(guest))
-            stack.enter_context(load.without_caches(guest, about.drop_caches_every_s))
-            warm_up = load.measure(rekindle, guest, about, about.warm_up_s)
+            stack.enter_context(load.without_caches(guest, guest_spec.drop_caches_every_s))
+            warm_up = load.measure(rekindle, guest, guest_spec, guest_spec.warm_up_s)
             measured.samples.append({"warm_up": warm_up.raw})
             if not self._measures_any_of(IN_WINDOW):
                 return
             checkpoints_before = len(protector.of("checkpoint")) if protector else 0
             sample_guest = status.take if status else None
-            with Sampler(about.sample_every_s, lambda: mentioning(str(work)), sample_guest) as sampler:
-                window = load.measure(rekindle, guest, about, about.measure_s)
+            with Sampler(guest_spec.sample_every_s, lambda: mentioning(str(work)), sample_guest) as sampler:
+                window = load.measure(rekindle, guest, guest_spec, guest_spec.measure_s)
         measured.samples += [*sampler.samples, {"load": window.raw}]
         measured.responses |= sampler.responses() | (status.responses(sampler.samples) if status else {})
         measured.responses |= {
@@ -133,25 +150,26 @@ class GuestRunner:
                 raise RunError(f"{NAME}: no checkpoint in the window, so it was not protected", measured=measured)
 
     def _do_action(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
-        """Executes the action, after a leak if configured, and applies the load afterwards.
+        """Reboots the guest, after a leak if configured, and then measures the second window.
 
-        Slabs other than the leak differ between ways to boot, by more than the rest of a leak. The guest of a leak has
-        therefore been rebooted in the same way before the leak.
+        With a leak, the guest is rebooted twice in the same way: first to get a reference, then, after the leak, as the
+        measured action. The reference is needed because a kernel's slabs (memory of its own objects) differ between
+        ways to boot, by more than what remains of the leak.
         """
-        about = self.experiment.guest
+        guest_spec = self.experiment.guest
         leak = None
-        if about.leak_mib:
+        if guest_spec.leak_mib:
             before_leak = Measured()
             try:
-                action.reboot(rekindle, guest, about, settings, before_leak)
+                action.reboot(rekindle, guest, guest_spec, settings, before_leak)
             finally:
                 measured.samples.append({"before_leak": before_leak.samples})
-            leak = _Leak(guest, self.root, about.leak_mib)
-        action.reboot(rekindle, guest, about, settings, measured)
+            leak = _Leak(guest, self.root, guest_spec.leak_mib)
+        action.reboot(rekindle, guest, guest_spec, settings, measured)
         if leak is not None:
             leak.add_responses(measured)
         if self._measures_any_of(AFTER):
-            window = load.measure(rekindle, guest, about, about.after_s)
+            window = load.measure(rekindle, guest, guest_spec, guest_spec.after_s)
             measured.samples.append({"after": window.raw})
             measured.responses["throughput_after_per_s"] = window.throughput_per_s
             measured.responses["response_time_after_ms"] = window.response_time_ms
@@ -185,7 +203,7 @@ def _memory_as_json(memory: Memory) -> dict[str, int]:
 def _digest(binary: Path) -> str:
     """Returns a digest that distinguishes two builds of one version."""
     with binary.open("rb") as file:
-        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:DIGEST_DIGITS]}"
 
 
 def _wrk_version() -> str:

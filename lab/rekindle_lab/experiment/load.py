@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from rekindle_lab.experiment.definition import Guest as About
+from rekindle_lab.experiment.definition import Guest as GuestSpec
 from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.experiment.subject import Subject
 from rekindle_lab.rekindle import Rekindle, failed_requests, last_json
@@ -38,17 +38,21 @@ class Window:
     raw: dict[str, Any]
 
 
-def measure(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
+def measure(rekindle: Rekindle, guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
     """Puts the guest under load for `seconds`."""
-    window = _run_wrk(guest, about, seconds) if about.load == "wrk" else _run_probe(rekindle, guest, about, seconds)
+    window = (
+        _run_wrk(guest, guest_spec, seconds)
+        if guest_spec.load == "wrk"
+        else _run_probe(rekindle, guest, guest_spec, seconds)
+    )
     if window.throughput_per_s <= 0:
         raise RunError(f"{guest.name}: no answer under load within {seconds:g} s")
     return window
 
 
-def _run_probe(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
-    options = ("--connections", str(about.connections))
-    with rekindle.probes([(guest.service_url, guest.netns)], *options, every=about.every, margin_s=0.0) as probes:
+def _run_probe(rekindle: Rekindle, guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
+    options = ("--connections", str(guest_spec.connections))
+    with rekindle.probes([(guest.service_url, guest.netns)], *options, every=guest_spec.every, margin_s=0.0) as probes:
         time.sleep(seconds)
     report = probes[0].report
     latency_us = report["latency"]["p50_us"] if report["latency"] else math.nan
@@ -65,10 +69,20 @@ def paths(guest: Subject, files: int) -> list[str]:
     return [guest.path] if guest.kind == "micro" else [f"/files/{number:03}.bin" for number in range(files)]
 
 
-def _run_wrk(guest: Subject, about: About, seconds: float) -> Window:
-    command = ["ip", "netns", "exec", guest.netns, "wrk", "--threads", "1", "--connections", str(about.connections)]
+def _run_wrk(guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        guest.netns,
+        "wrk",
+        "--threads",
+        "1",
+        "--connections",
+        str(guest_spec.connections),
+    ]
     command += ["--duration", f"{math.ceil(seconds)}s", "--timeout", f"{WRK_TIMEOUT_S}s", "--script", str(WRK_SCRIPT)]
-    command += [f"http://{guest.address}/", "--", *paths(guest, about.files)]
+    command += [f"http://{guest.address}/", "--", *paths(guest, guest_spec.files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + WRK_MARGIN_S, check=False)
     if done.returncode != 0:
         output = (done.stderr.strip() or done.stdout.strip())[-500:]

@@ -1,6 +1,8 @@
 """The interface of a run (`Runner`, `Measured`, `RunError`), and the runner that executes a program (`CommandRunner`).
 
-A run takes a treatment, and returns responses, raw samples and versions.
+A run takes a treatment (one level of each factor), given as the `settings` of these levels. It returns responses (the
+measured numbers), raw samples and versions. Before a run starts, its `leaves` are recorded: the names of everything
+that it makes (folders, namespaces, processes), which `clear` removes if a kill has left them.
 """
 
 import json
@@ -72,7 +74,8 @@ class CommandRunner:
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """Ends the processes of an attempt that was killed, since they would run during the next attempt."""
-        for pid in with_variable(MARK, leaves["mark"]) if "mark" in leaves else []:
+        pids = with_variable(MARK, leaves["mark"]) if "mark" in leaves else []
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,9 @@
-"""Executes an experiment's runs in the committed order; resumes after an interruption (`ExperimentSession`)."""
+"""Executes an experiment's runs in the committed order; resumes after an interruption (`ExperimentSession`).
+
+The order of the runs is drawn at random and written to `order.json` ("committed") before the first run. A session is
+one start of the command: it continues after the last finished run. The `leaves` of a run are the names of what it
+makes, recorded before it starts, so that the next session can remove what a kill has left.
+"""
 
 import statistics
 import sys

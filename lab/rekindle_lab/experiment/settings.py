@@ -1,9 +1,12 @@
 """Checks the settings and responses of a run with a guest, and which of them can be combined (`check`).
 
-Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; with `phase` and
-no reboot, the guest keeps phases of its boot), `options` (more arguments of the reboot), `protect_every` (interval of a
-protector, such as `"2s"`), `disk_server` (overrides the guest's), `touch` (memory that the guest fills), `definition`
-(lines of TOML that are added to the VM's definition).
+Settings are what the level of a factor sets for its runs; responses are the numbers that a run measures. The settings:
+`reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot), `options` (more arguments of the
+reboot), `protect_every` (interval of the checkpoints of a protector, such as `"2s"`), `disk_server` (overrides the
+guest's), `touch` (memory that the guest fills), `definition` (lines of TOML that are added to the VM's definition).
+
+Phases are points of its boot at which a guest saves a snapshot, to resume from it later. With `how = "phase"` and no
+reboot, the guest only saves them, to measure what that costs.
 """
 
 import shutil
@@ -13,6 +16,7 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError
 
+# The settings of a level, with the types of their values.
 SETTINGS = {
     "reboot": str,
     "how": str,
@@ -41,6 +45,7 @@ IN_WINDOW = (
 )
 """Responses of the window before the action. Without any of them, a run omits that window."""
 IN_GUEST = tuple(name for name in IN_WINDOW if name.startswith("guest_"))
+"""Responses that are measured inside the guest, over ssh."""
 RECOVERED = ("recovered_memory_pct", "recovered_available_pct")
 """Responses of a leak: how much of it the action recovers."""
 OF_ACTION = ("downtime_s", *RECOVERED)
@@ -50,7 +55,9 @@ AFTER = ("throughput_after_per_s", "response_time_after_ms")
 RESPONSES = (*IN_WINDOW, *OF_ACTION, *AFTER)
 WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
 WAYS_WITH_DISK_SERVERS = ("warm-cache", "phase")
+"""Ways to reboot an OS that need disks with servers of Rekindle."""
 WAYS_WITH_AGENT = ("kexec",)
+"""Ways to reboot an OS that need an agent in the guest."""
 
 
 def check(experiment: Experiment) -> None:

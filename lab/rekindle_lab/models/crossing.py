@@ -1,5 +1,10 @@
 """Computes the points at which one technique overtakes another: in hosts, and in either interval.
 
+A technique is a way to renew (reboot) a VMM. A crossing is a point at which the difference of two techniques changes
+its sign: at a smaller value the one is better, at a larger value the other.
+A coupled technique reboots the guests' OS with the VMM. The number of further OS reboots in a VMM interval is whole (a
+floor in the equations), so its availability jumps where that number changes: these points are the breaks.
+
 `crossings` solves for any difference of two functions; `in_hosts`, `in_os_interval`, `in_vmm_interval` apply it.
 """
 
@@ -16,7 +21,9 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import Parameters, Technique, Timers
 
 POINTS_PER_PIECE = 64
-"""Number of points per smooth piece at which the sign is compared."""
+"""Number of points per smooth piece at which the sign is compared: far more than the sign changes in a piece."""
+INSIDE = 1e-12
+"""Relative distance from a break at which the difference is evaluated, beyond the rounding of the break itself."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ def crossings(
     sign_before = 0.0
     for left, right in pairwise(edges):
         # A floor belongs to one side of its break, so the difference is evaluated just inside the ends of a piece.
-        begin, end = math.nextafter(left, math.inf) * (1 + 1e-12), math.nextafter(right, 0.0) * (1 - 1e-12)
+        begin, end = math.nextafter(left, math.inf) * (1 + INSIDE), math.nextafter(right, 0.0) * (1 - INSIDE)
         points = np.geomspace(begin, end, POINTS_PER_PIECE)
         points[0], points[-1] = begin, end
         values = [difference(float(point)) for point in points]

@@ -32,6 +32,7 @@ from rekindle_lab.netns import Tap
 from rekindle_lab.qmp import Qmp, QmpError
 
 START_DEADLINE_S = 60.0
+"""Deadline for the start of a QEMU."""
 
 
 class PeerError(Exception):

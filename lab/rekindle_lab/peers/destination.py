@@ -1,6 +1,8 @@
 """A QEMU that waits for the state of a guest: the destination of a migration, or of a restore from a file.
 
-Shared by `migrate` and `snapshot`. The destination has the hardware of a VM of Rekindle, and files of its own.
+Shared by `migrate` and `snapshot`, the peers (programs other than Rekindle) that load a guest into a new QEMU. The
+destination must have the same virtual hardware as the QEMU that has the guest, so its command line is copied from that
+QEMU. Everything of which two QEMUs cannot share one (sockets, log, RAM file, tap descriptor) is replaced.
 """
 
 import re
@@ -17,7 +19,9 @@ from rekindle_lab.peers.cpr import PeerError
 from rekindle_lab.qmp import Event, Qmp, QmpError
 
 DEADLINE_S = 300.0
-"""Deadline for QEMU's start and for its replies."""
+"""Deadline for QEMU's start and for its replies: long, since a slow peer is a result and not an error."""
+LOG_TAIL_CHARS = 1000
+"""How much of the end of QEMU's log an error includes."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,27 @@ class Destination:
 
 def destination_arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
     """Returns the command line of the destination QEMU: the same hardware, with files of its own in `folder`."""
-    words = [word for word in vm.command_line if word != "-S"]
-    if words and not words[0].startswith("-"):
-        words.pop(0)  # the binary
-    while "-incoming" in words:
-        index = words.index("-incoming")
-        del words[index : index + 2]
-    text = "\n".join(words)
+    # `-S` starts a QEMU with its processors stopped, until Rekindle continues it. With `-incoming` it waits anyway, and
+    # the guest must run afterwards.
+    arguments = [argument for argument in vm.command_line if argument != "-S"]
+    if arguments and not arguments[0].startswith("-"):
+        arguments.pop(0)  # the binary
+    while "-incoming" in arguments:  # of the source's own start, if that was a restore
+        index = arguments.index("-incoming")
+        del arguments[index : index + 2]
+    text = "\n".join(arguments)
     new_paths = {vm.vmm_directory: str(folder)}
     new_paths |= {path: str(folder / "console.log") for path in re.findall(r"logfile=([^,\n]+)", text)}
     new_paths |= {path: str(ram) for path in re.findall(r"mem-path=([^,\n]+)", text)}
-    longest_first = re.compile("|".join(re.escape(path) for path in sorted(new_paths, key=len, reverse=True)))
-    words = [longest_first.sub(lambda match: new_paths[match[0]], word) for word in words]
-    words = [re.sub(r"\bfd=\d+", f"fd={tap_fd}", word) if word.startswith("tap,") else word for word in words]
-    return [*words, "-incoming", "defer"]
+    # One path can be the start of another, such as the directory and a file in it. The longer one must match first.
+    any_old_path = re.compile("|".join(re.escape(path) for path in sorted(new_paths, key=len, reverse=True)))
+    arguments = [any_old_path.sub(lambda match: new_paths[match[0]], argument) for argument in arguments]
+    # The number of the tap's descriptor is valid only in the source's process.
+    arguments = [
+        re.sub(r"\bfd=\d+", f"fd={tap_fd}", argument) if argument.startswith("tap,") else argument
+        for argument in arguments
+    ]
+    return [*arguments, "-incoming", "defer"]
 
 
 @contextmanager
@@ -80,7 +91,9 @@ def running_destination(
         with Qmp(folder / "qmp.sock", deadline_s, alive=lambda: process.poll() is None) as qmp:
             yield Destination(qmp, started_host_us)
     except QmpError as error:
-        raise PeerError(f"{operation}: {error}; QEMU's log: {log.read_text(errors='replace')[-1000:]}") from error
+        raise PeerError(
+            f"{operation}: {error}; QEMU's log: {log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
+        ) from error
     finally:
         process.kill()
         process.wait()

@@ -66,7 +66,7 @@ def make(fleet: Fleet) -> Plan:
     limits = capacity_limits(fleet, longest.vmm_interval_s, TICK_S)
     # A large fleet has many hosts with the same VMs: each combination is computed once.
     choose_for_host = cache(lambda allowed: _choose_for_host(fleet, allowed, longest, limits))
-    describe_pair = cache(lambda pair: choose.choice(pair, longest, fleet.availability))
+    describe_pair = cache(lambda pair: choose.describe(pair, longest, fleet.availability))
     choices: dict[tuple[str, str], Choice] = {}
     crowded = []
     longest_away_s, spare_hosts, performance_of_vms = 0.0, 0, 0.0
@@ -106,7 +106,7 @@ def _choose_for_host(
         techniques = [fleet.vmm[name] for name in vms.vmm]
         reboots = [(name, fleet.os[name]) for name in vms.os]
         kinds.append(VmKind(choose.pairs(techniques, reboots, longest, fleet.availability), vms.count))
-    return choose.best(kinds, partial(with_vms, fleet.scope), limits.keeps)
+    return choose.choose_for_host(kinds, partial(with_vms, fleet.scope), limits.keeps)
 
 
 def _capacity_problem(fleet: Fleet, hosts: Hosts, host_choice: HostChoice, limits: CapacityLimits) -> str:

@@ -1,6 +1,12 @@
 """Lays out the order in which hosts are renewed: evenly over the interval, with the hosts of a group far apart.
 
-Entry point: `roll`. `CapacityLimits` has the arithmetic of how many hosts are unavailable at the same time.
+- Renewal: a planned reboot of the VMM. In it, each VM of the host is unavailable and then degraded for a time; the host
+  is away until all its VMs are done.
+- Capacity: the share of all hosts that must be undisturbed at any time. `CapacityLimits` computes from it how many
+  hosts may be away at the same time, and for how long each.
+- Group: hosts with the same service, of which two must not be away at the same time.
+
+Entry point: `roll`.
 """
 
 import math

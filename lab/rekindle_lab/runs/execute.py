@@ -1,4 +1,8 @@
-"""Executes one run between its two lines in the ledger, so that a kill at any moment loses no finished run."""
+"""Executes one run between its two lines in the ledger, so that a kill at any moment loses no finished run.
+
+The line before the run has its `leaves`: the names of what it makes (folders, namespaces, processes). If the line after
+the run is missing, a kill has left them, and `remove_remains` removes them before the next run.
+"""
 
 import time
 from collections.abc import Callable

@@ -37,12 +37,12 @@ class Workspace:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """Names of the workspace, as JSON for `from_leaves`."""
+        """Names of everything that a kill would leave behind, as JSON for `from_leaves`."""
         return {"netns": list(self.namespaces), "work": str(self.work), "disk": str(self.disk)}
 
     @classmethod
     def from_leaves(cls, binary: Path, leaves: dict[str, Any]) -> Self:
-        """Returns the workspace with these names. `netns` is one name or a list."""
+        """Returns the workspace of a run from the names recorded before it started. `netns` is one name or a list."""
         given = leaves["netns"]
         namespaces = (given,) if isinstance(given, str) else tuple(given)
         return cls(binary, Path(leaves["work"]), Path(leaves["disk"]), namespaces)
@@ -76,7 +76,8 @@ class Workspace:
         Raises `RekindleError` if a VM cannot be stopped; then removes nothing.
         """
         self._stop_vms()
-        for folder in self.work.glob("*/") if self.work.exists() else []:
+        folders = self.work.glob("*/") if self.work.exists() else []
+        for folder in folders:
             end_processes(with_variable("REKINDLE_RUN_DIR", str(folder)))
         for name in self.namespaces:
             end_processes(_in_namespace(name))
