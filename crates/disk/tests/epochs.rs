@@ -1,4 +1,8 @@
 //! Epochs of a disk as a guest and its protector see them.
+//!
+//! An *epoch* is what a guest wrote to its disk between two checkpoints. A server keeps epochs in a *redo log* until it
+//! merges them into the image. A protector, the process that takes checkpoints, marks, seals and commits them:
+//! `docs/disk-epochs.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

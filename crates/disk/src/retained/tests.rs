@@ -1,4 +1,5 @@
-//! A cache in a file like a guest's memory: what it serves, and which frames it releases.
+//! A retained cache in a file like a guest's memory: which blocks it serves, and which frames (pages of that memory) it
+//! releases. A *claim* is the file in which a server marks the frames that it needs.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -168,7 +169,7 @@ fn a_large_cache_is_discarded_in_slices_and_serves_nothing_then() {
     let mut cache = RetainedCache::new(&memory, map, digester, None).unwrap();
     maintain(&mut cache, None);
     assert_eq!(allocated_frames(&file), frames, "all of it is needed");
-    // A sixteenth is in excess, and is dropped in slices.
+    // The new guest has room for all but 3000 frames. These are dropped in slices of about 1024.
     cache.update(Some((frames - 3000) as usize));
     let mut slices = 0;
     while cache.maintain() {

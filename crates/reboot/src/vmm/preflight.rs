@@ -1,4 +1,7 @@
 //! The preflight of a hand-over: finds problems before anything is stopped.
+//!
+//! In a *hand-over*, a guest moves from one QEMU to another. The *preflight* is all checks before the first step that
+//! stops or changes anything.
 
 use super::{RUN_STATE_TIMEOUT, RebootMethod, Replacement};
 use crate::error::{Problem, RebootError};

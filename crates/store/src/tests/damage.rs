@@ -89,7 +89,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
                     other => panic!("byte {byte} of {name}: {other}"),
                 }
             }
-            // The writer either continues with valid data or reports the damage.
+            // For a sample of the bytes: the writer either continues with valid data or reports the damage.
             if byte % 7 == 0
                 && let Err(e) = open(&bad, 3)
             {
