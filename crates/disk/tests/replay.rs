@@ -30,6 +30,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
         first.add_request(0, &GuestRequest::write(block, FIRST_FREE_FRAME + block));
     }
     first.kick(0);
+    // Some are taken: more than 4 of the 12.
     wait_for("requests to be taken", || (status().requests_in_progress > 4).then_some(()));
     // The first front end's connection breaks. Its requests are still done, and no request of the next front end
     // starts before.
