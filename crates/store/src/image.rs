@@ -1,7 +1,7 @@
 //! Reads a checkpoint of a store in a directory.
 //!
 //! Terms (`docs/store-format.md`): a *block* is one of the guest's RAM blocks. Pages are stored in *segments*, which
-//! are files. A segment is a sequence of *frames*: up to 512 pages each, after a *directory* that lists them. A *log
+//! are files. A segment is a sequence of *frames*: up to 1024 pages each, after a *directory* that lists them. A *log
 //! entry* commits a checkpoint. Its *manifest* lists all valid checkpoints and segments; the *extent* of a segment is
 //! its name and the number of bytes that count. A checkpoint's *table* lists its RAM blocks.
 //!
@@ -31,7 +31,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const MAX_READ_BYTES: u64 = 1 << 20;
 /// Limit of unneeded bytes between two pages whose reads are combined.
 const MAX_GAP_BYTES: u64 = 16 << 10;
-/// Number of pages whose stored bytes are in memory at a time: at most 2 MiB, as much as a frame.
+/// Number of pages whose stored bytes are in memory at a time: at most 2 MiB.
 const PAGES_PER_READ: usize = 512;
 /// Attempts to open a checkpoint while the owner replaces files. A file that is missing at the last attempt is an
 /// error.

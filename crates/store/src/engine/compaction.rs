@@ -2,7 +2,7 @@
 //! segments.
 //!
 //! A *record* is a page as one checkpoint has stored it, and *garbage* is a record that no kept checkpoint needs.
-//! Records are in *frames* (up to 512 pages), and frames are in *segments*, which are files.
+//! Records are in *frames* (up to 1024 pages), and frames are in *segments*, which are files.
 //!
 //! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
 //! compaction's log entry is written.

@@ -6,6 +6,8 @@ use crate::error::StoreError;
 use rekindle_pages::PAGE_SIZE;
 use rustix::io::Errno;
 
+/// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
+/// earlier ones. Some pages are zero (kind 0).
 fn change(n: u64) -> Change {
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, (n + i) % 9)).collect();
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
