@@ -1,4 +1,8 @@
 //! Epochs of a disk as a guest and its protector see them.
+//!
+//! An *epoch* is what a guest wrote to its disk between two checkpoints. A server keeps epochs in a *redo log* until it
+//! merges them into the image. A protector, the process that takes checkpoints, marks, seals and commits them:
+//! `docs/disk-epochs.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -259,7 +263,8 @@ fn a_full_log_holds_writes_and_loses_none() {
     disk.serve(|service| service.redo.limit = Some(256 << 10));
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
-    // The writes exceed the limit, and are to different blocks: no space can be reclaimed.
+    // A write of a block takes 8 KiB in the log, a header and the data: 24 + 12 writes exceed the limit of 256 KiB.
+    // They are to different blocks, so that no space can be reclaimed.
     let blocks = 0..12u64;
     let mut versions = BTreeMap::new();
     write(&mut guest, &mut versions, 100..124, 1);
@@ -284,6 +289,7 @@ fn a_full_log_holds_writes_and_loses_none() {
     completed += guest.take_completed(0).len();
     let at: EpochId = disk.control().ask(&ControlCommand::EpochMark {}).unwrap();
     guest.run(0, RingState::Kept);
+    // One more: the read.
     assert_eq!(completed, blocks.clone().count() + 1, "all of them completed before the queue stopped");
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
@@ -368,7 +374,7 @@ fn the_space_of_overwritten_entries_is_used_again() {
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
-    // Writes many times the limit, in one epoch and without a flush.
+    // 59 * 16 writes of 8 KiB in the log are 14 times the limit, in one epoch and without a flush.
     for version in 1..60 {
         write(&mut guest, &mut versions, 0..16, version);
     }
@@ -388,6 +394,7 @@ fn an_unreadable_segment_is_an_error_and_never_other_data() {
     begin(&disk);
     guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
     let file = fs::OpenOptions::new().write(true).open(log_directory(&disk).join("1.log")).unwrap();
+    // Only the segment's head is left.
     file.set_len(4096).unwrap();
     assert_eq!(guest.request(&GuestRequest::read(3, FIRST_FREE_FRAME + 1)), 1, "an error");
     assert_ne!(guest.frame(FIRST_FREE_FRAME + 1), content(3, 0), "not what was there before");

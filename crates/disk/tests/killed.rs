@@ -1,4 +1,8 @@
 //! A server that is killed at any moment under load, and its replacement: every request is done, and answered once.
+//!
+//! A server and its replacement share the record of requests in progress (`VHOST_USER_GET_INFLIGHT_FD`), which is in
+//! memory that outlives the server: the replacement repeats the requests that are in the record. Some disks have a
+//! *redo log*, files to which all writes go until they are copied to the image (`docs/disk-epochs.md`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -17,6 +21,7 @@ use std::time::Duration;
 
 /// Environment variable with the directory of the disk, for the server that another process runs.
 const DIRECTORY_VARIABLE: &str = "REKINDLE_TEST_DISK";
+/// Blocks of 4 KiB of the disk: enough for the 28 ranges of a round, 18 blocks apart.
 const BLOCKS: u64 = 512;
 
 #[test]
@@ -47,10 +52,12 @@ fn no_request_is_lost_that_is_only_in_a_log() {
     kill_repeatedly(25, LogUse::AllWrites, AfterKill::Reconnect);
 }
 
-/// Whether the disk has a redo log.
+/// Which writes go to the disk's redo log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LogUse {
+    /// There is no log: the server writes to the image.
     None,
+    /// The log starts before the first write, so that all writes go to it.
     AllWrites,
 }
 
@@ -84,11 +91,16 @@ fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
         // Writes of long ranges, which take some time, with reads in between.
         let mut reads = Vec::new();
         for queue in [0, 1] {
+            // 14 requests and a flush in each of two queues: 30 requests in a round. A request has 16 blocks. The
+            // ranges are 18 blocks apart on the disk and 40 frames (pages) apart in memory, so that none of them
+            // overlap.
             for n in 0..14u64 {
                 let block = (u64::from(queue) * 14 + n) * 18;
                 let frame = FIRST_FREE_FRAME + (u64::from(queue) * 14 + n) * 40;
+                // Each third request is a read, of blocks that no round writes.
                 if n % 3 == 2 {
                     let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
+                    // A block has 8 sectors of 512 bytes.
                     guest.add_request(queue, &GuestRequest { kind: IN, sector: block * 8, data });
                     reads.push((block, frame));
                 } else {
@@ -104,7 +116,7 @@ fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
         }
         guest.kick(0);
         guest.kick(1);
-        // Not a wait for a condition: the server is killed at any moment.
+        // Not a wait for a condition: the server is killed at a random moment of the next 3 ms.
         sleep(Duration::from_micros(random.u64(..3000)));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -135,7 +147,9 @@ fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
             }
         }
         for first in (0..BLOCKS).step_by(16) {
+            // Beyond the frames of the requests, which end before 28 * 40.
             let frame = FIRST_FREE_FRAME + 2000;
+            // With a log, the image may not have the newest content: the guest reads the disk through the server.
             if with_log {
                 let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
                 assert_eq!(guest.request(&GuestRequest { kind: IN, sector: first * 8, data }), 0);
@@ -146,8 +160,10 @@ fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
             }
         }
     }
+    // The test has no value if the requests are usually done before the server is killed.
     assert!(unanswered as u64 > rounds / 2, "it was hardly ever killed with requests under way: {unanswered}");
     child.kill().unwrap();
     child.wait().unwrap();
+    // The disk's own server, which ended at the beginning, opens the disk again.
     disk.serve(|_| ());
 }

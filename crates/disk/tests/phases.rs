@@ -1,5 +1,8 @@
 //! A server's record of a phase of its guest's boot: random histories over vhost-user, with guests that continue from
 //! phases, and servers that end. No guest continues with a disk that differs in a block that the guest knows.
+//!
+//! A *phase* is a point in a guest's boot at which its state was saved. A guest *knows* a block if it has read or
+//! written it until then (`docs/os-reboot.md`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

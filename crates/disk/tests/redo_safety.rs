@@ -1,5 +1,9 @@
 //! Errors that a redo log must never make: merging damaged data, ignoring a failed sync, or deleting another
 //! program's files.
+//!
+//! The *redo log* has the writes of a protected guest until they are *merged*: copied to the image. Each *epoch*, the
+//! time between two checkpoints, has a file in it, a *segment*. To *seal* an epoch is to make it durable
+//! (`docs/disk-epochs.md`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -24,7 +28,8 @@ const WRITE_FRAME: u64 = FIRST_FREE_FRAME;
 const READ_FRAME: u64 = FIRST_FREE_FRAME + 1;
 /// The first segment of a log, in the disk's directory.
 const FIRST_SEGMENT: &str = "disk.raw.redo/1.log";
-/// A byte in the data of the segment's first entry: after the segment's head and the entry's header.
+/// A byte in the data of the segment's first entry: after the segment's head and the entry's header, which take a page
+/// each.
 const DATA_BYTE: u64 = 2 * PAGE + 100;
 
 fn log_status(disk: &Disk) -> Option<RedoStatus> {

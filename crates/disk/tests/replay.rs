@@ -1,4 +1,7 @@
-//! Requests in progress of a front end that has disconnected.
+//! Requests in progress of a front end (a QEMU, as the server's client) that has disconnected.
+//!
+//! They are recorded in memory that outlives the connection and the server, from which the next front end continues. A
+//! *redo log* is where a server writes what a protected guest writes, until a checkpoint is committed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -15,6 +18,7 @@ const REQUESTS: u64 = 12;
 /// an empty record of requests in progress, then continues the guest.
 #[test]
 fn a_queue_stops_after_all_requests_taken_before_are_done() {
+    // Slow enough that requests are in progress when the connection breaks.
     let limits = Limits { bps: None, iops: Some(20) };
     let disk = Disk::with(64, |service| service.settings.limits = limits);
     let status = || disk.control().status().unwrap();
@@ -26,6 +30,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
         first.add_request(0, &GuestRequest::write(block, FIRST_FREE_FRAME + block));
     }
     first.kick(0);
+    // Some are taken: more than 4 of the 12.
     wait_for("requests to be taken", || (status().requests_in_progress > 4).then_some(()));
     // The first front end's connection breaks. Its requests are still done, and no request of the next front end
     // starts before.
@@ -64,6 +69,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
 /// Without a commit the log is full and writes wait. Their QEMU is killed then.
 #[test]
 fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has_disconnected() {
+    // A write of a block takes 8 KiB in the log (header and data), so 256 of them exceed the limit of 1 MiB.
     let mut disk = Disk::with(256, |service| service.redo.limit = Some(1 << 20));
     disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     let is_waiting = |disk: &Disk| disk.control().status().unwrap().redo.is_some_and(|redo| redo.waiting.is_some());

@@ -50,6 +50,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
         read(&mut guest, 1);
     }
     assert!(guest.take_completed(0).is_empty() && !guest.is_reported_broken(0) && !guest.is_reported_broken(1));
+    // Queue 0 has served only the read of `guest`; queue 1 has served that one and four more.
     assert_eq!(guest.stop(0), 1, "where it was when it broke");
     assert_eq!(guest.stop(1), 5);
     assert!(disk.control().status().unwrap().broken.is_empty());
@@ -60,6 +61,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
 
 #[test]
 fn an_available_index_that_is_too_far_ahead_stops_its_queue() {
+    // One request was served, and then one more than the ring has entries is claimed to be available.
     only_its_queue_stops(|guest| guest.set_available(0, 1 + QUEUE_ENTRIES + 1), "64 entries");
 }
 
@@ -97,6 +99,7 @@ fn requests_in_progress_complete_when_their_ring_breaks() {
     wait_for("the error to be reported to the front end", || guest.is_reported_broken(0).then_some(()));
     let base = guest.stop(0);
     completed.extend(guest.take_completed(0));
+    // One more: the read of `guest`, whose answer was taken there.
     assert_eq!(completed.len() as u32 + 1, base, "each that was taken has completed");
     assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
 }

@@ -81,7 +81,7 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     guest.run(0, RingState::Empty);
     guest.run(1, RingState::Empty);
-    // Half sectors apart, across several pages, longer than one operation.
+    // Begins within a block and at an unaligned address, and is longer than one operation.
     let long =
         GuestRequest { kind: IN, sector: 3, data: vec![DataPiece::writable(FIRST_FREE_FRAME * PAGE + 100, 3 << 20)] };
     assert_eq!(guest.request(&long), 0);
@@ -122,6 +122,7 @@ fn an_invalid_request_fails_and_later_ones_are_served() {
     let mut guest = Guest::start(&disk.socket());
     let page = DataPiece::writable(FIRST_FREE_FRAME * PAGE, PAGE);
     let behind = GuestRequest { kind: IN, sector: 16 * 8, data: vec![page] };
+    // The status of an answer: 1 is an I/O error, 2 an unsupported request.
     assert_eq!(guest.request(&behind), 1);
     assert_eq!(guest.request(&GuestRequest { kind: 77, sector: 0, data: vec![page] }), 2);
     assert_eq!(
@@ -154,7 +155,9 @@ fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
     let range = |sector: u64, sectors: u32, flags: u32| {
         [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
     };
+    // 11 is a discard, and 13 a request to write zeros, of which flag 1 permits releasing the space.
     for (kind, block, flags) in [(11, 8, 0), (13, 16, 0), (13, 24, 1)] {
+        // 32 sectors are 4 blocks.
         let mut page = range(block * 8, 32, flags);
         page.resize(PAGE as usize, 0);
         guest.fill(FIRST_FREE_FRAME, &page);
@@ -180,7 +183,9 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     let disk = Disk::with(16, |service| service.mode.readonly = true);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
     let features = guest.front.get_features().unwrap();
+    // VIRTIO_BLK_F_RO.
     assert_ne!(features & (1 << 5), 0, "read-only");
+    // The first field of `virtio_blk_config`, in sectors of 512 bytes: 8 for each page.
     let capacity = |guest: &mut Guest| {
         let (_, bytes) = guest.front.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
         u64::from_le_bytes(bytes[..8].try_into().unwrap())
@@ -289,7 +294,8 @@ fn a_disk_keeps_its_rate_limit() {
         (0..count).for_each(|n| drop(guest.read(n, FIRST_FREE_FRAME)));
         began.elapsed()
     };
-    // Checks only the shortest time: a longest time would depend on the machine.
+    // Checks only the shortest time: a longest time would depend on the machine. Requests may be ahead of the rate by a
+    // tenth of a second, which is 20 of them. So the 60th begins when 59 - 20 = 39 requests' time has passed.
     assert!(took(&mut guest, 60).as_secs_f64() >= 39.0 / 200.0);
     disk.control().ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
     assert!(took(&mut guest, 60) < DEADLINE);

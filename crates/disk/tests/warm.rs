@@ -1,5 +1,8 @@
 //! The retained cache: a rebooted guest finds the blocks that it had cached, and never reads anything other than the
 //! disk's content.
+//!
+//! The *retained cache* is the memory of the guest's previous boot, from which the server reads blocks instead of from
+//! the disk (`docs/disk.md`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -55,6 +58,7 @@ fn concurrent_large_requests_are_recorded_as_on_the_disk() {
 }
 
 fn mix_large_and_small_requests() {
+    // Blocks of a large request: 256 * 4 KiB = 1 MiB. The disk is eight such pieces.
     const LARGE: u64 = 256;
     let disk = Disk::new(8 * LARGE);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
@@ -76,7 +80,7 @@ fn mix_large_and_small_requests() {
             }
             guest.add_request(0, &large(u32::from(is_written(number)), number, frame(number)));
         }
-        // Small writes into blocks that are being read.
+        // Small writes into blocks that are being read: in the four odd pieces, at another place in each round.
         for n in 0..16 {
             let block = (n % 4 * 2 + 1) * LARGE + round * 32 + n;
             guest.fill(small + n, &content(block, round));
@@ -104,6 +108,7 @@ fn mix_large_and_small_requests() {
         }
     }
     let (mut guest, kept) = reboot(&disk, guest);
+    // At least the four pieces that the last round wrote.
     assert!(kept >= 4 * LARGE, "{kept}: a read is not known if one of its blocks was written meanwhile");
     for number in 0..8 {
         assert_eq!(guest.request(&large(0, number, frame(number))), 0);

@@ -1,4 +1,7 @@
 //! Tracking during a fill. At each stop, the last checkpoint overwritten with the reported pages must equal the memory.
+//!
+//! To *fill* memory is to load its pages while the process that owns it (here the *victim*) runs. The *pager* does it.
+//! To *track* is to find the pages that were written since the last stop.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]

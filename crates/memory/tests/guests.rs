@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Bytes that the guest must write between two stops.
+/// Bytes that the guest must write between two stops, so that there is something to track.
 const MIN_WRITTEN_BYTES: u64 = 1 << 20;
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 

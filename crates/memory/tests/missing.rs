@@ -1,4 +1,7 @@
 //! The pager, with a process that reads its memory during the fill.
+//!
+//! To *fill* memory is to load its pages while the process that owns it runs. The *pager* does it, and first supplies
+//! the pages that the process waits for. The process is called the *victim*.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]

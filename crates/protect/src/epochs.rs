@@ -1,5 +1,8 @@
 //! Epochs of the disks on disk servers: with them, a checkpoint includes the disks as they were at its moment.
 //!
+//! An *epoch* of a disk is what the guest wrote to it between two checkpoints. The disk's server keeps it in a *redo
+//! log*, apart from the image, until its checkpoint is committed.
+//!
 //! `docs/disk-epochs.md` defines which writes are durable at what time.
 
 use crate::target::Target;

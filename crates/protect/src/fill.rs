@@ -1,4 +1,5 @@
-//! A fill: the memory of a restored guest that a pager still loads. `fill.json` in the run directory describes it.
+//! A fill: the memory of a restored guest that a *pager*, a process, still loads. `fill.json` in the run directory
+//! describes it. The pager's *write record* shows which pages the guest has written since the restore.
 //!
 //! | file | holder of its lock |
 //! |---|---|

@@ -1,4 +1,5 @@
-//! Pages of the guest's memory on their way into a checkpoint: merging what is dirty, reading, sending.
+//! Pages of the guest's memory on their way into a checkpoint: merging sets of dirty pages, reading the pages, sending
+//! them. A *run* is a range of adjacent pages.
 
 use crate::error::CheckpointError;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
@@ -20,6 +21,7 @@ pub(crate) struct CopiedPages {
     pub(crate) bytes: Vec<u8>,
 }
 
+/// Returns the empty set of dirty pages of all RAM blocks.
 pub(crate) fn no_pages(ram: &GuestRam) -> Dirty {
     let none: BlockRuns = ram.blocks().iter().map(|_| PageRuns::new()).collect();
     Dirty { written: none.clone(), zero: none }

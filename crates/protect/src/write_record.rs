@@ -1,5 +1,8 @@
 //! The write record of a pager, and whether a protector can use it for a checkpoint while the restore still fills.
 //!
+//! A restored guest runs while the *pager*, a process, still loads (*fills*) its memory. The *write record* shows which
+//! pages the guest has written since the restore.
+//!
 //! The pager registers the memory, so its descriptor is the only record of which pages the guest has written. The pager
 //! may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies on the
 //! record holds the lock the whole time. The lock of a killed process is free.

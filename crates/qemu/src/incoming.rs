@@ -14,6 +14,7 @@ use crate::stream::{SECTION_CONFIGURATION, SECTION_END, SECTION_FOOTER, SECTION_
 use rekindle_pages::{PAGE_SIZE, Page};
 use std::io::{self, Read};
 
+/// Far more RAM blocks than a machine has. The limit is for streams of an untrusted QEMU.
 const MAX_BLOCKS: usize = 4096;
 pub(crate) const MAX_DEVICE_STATE_BYTES: u64 = 64 << 20;
 

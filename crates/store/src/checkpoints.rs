@@ -1,5 +1,8 @@
 //! Finds checkpoints in the log: which entry has a checkpoint, what the entry describes, and whether an entry that is
 //! missing was only replaced by the owner meanwhile.
+//!
+//! An *entry* of the log commits a checkpoint. Its *manifest* lists all checkpoints that are kept, with their entries,
+//! and all segments. Its *table* lists the checkpoint's RAM blocks.
 
 use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};

@@ -1,4 +1,5 @@
-//! Becomes the owner of a store in a directory without writing checkpoints to it.
+//! Becomes the owner of a store in a directory without writing checkpoints to it. The new owner's *claim*, an entry of
+//! the log, makes each later commit of a previous owner fail ([`log`]).
 
 use crate::directory::StoreDirectory;
 use crate::disk::Disk;

@@ -1,4 +1,15 @@
 //! Reads a checkpoint of a store in a directory.
+//!
+//! Terms (`docs/store-format.md`): a *block* is one of the guest's RAM blocks. Pages are stored in *segments*, which
+//! are files. A segment is a sequence of *frames*: up to 1024 pages each, after a *directory* that lists them. A *log
+//! entry* commits a checkpoint. Its *manifest* lists all valid checkpoints and segments; the *extent* of a segment is
+//! its name and the number of bytes that count. A checkpoint's *table* lists its RAM blocks.
+//!
+//! The `Index` gives the location and digest of each page. It is built from the directories of all segments, or from
+//! a *base index*, which is a file with the index as of an older checkpoint, and the directories written since.
+//!
+//! The owner of the store may compact it meanwhile: it moves pages to new segments and removes the old ones. So a
+//! missing file may only mean that the manifest or the index is outdated. Then both are read again.
 
 use crate::checkpoints::{SelectedCheckpoint, describe, read_table};
 use crate::directory::StoreDirectory;
@@ -20,9 +31,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 const MAX_READ_BYTES: u64 = 1 << 20;
 /// Limit of unneeded bytes between two pages whose reads are combined.
 const MAX_GAP_BYTES: u64 = 16 << 10;
-/// Number of pages whose stored bytes are in memory at a time.
+/// Number of pages whose stored bytes are in memory at a time: at most 2 MiB.
 const PAGES_PER_READ: usize = 512;
-/// Attempts to open a checkpoint while the owner replaces files.
+/// Attempts to open a checkpoint while the owner replaces files. A file that is missing at the last attempt is an
+/// error.
 const MAX_OPEN_ATTEMPTS: usize = 3;
 
 /// A checkpoint of a store in a directory.
@@ -115,6 +127,7 @@ impl LocalImage {
             return Ok(index.clone());
         }
         let selected = SelectedCheckpoint::find(&self.store, Some(self.table.number))?;
+        // The footer has a checksum of the entry: another footer means that another checkpoint has this number now.
         if selected.entry.footer != self.entry.footer {
             let (asked, have) = (self.table.number, selected.manifest.numbers());
             return Err(StoreError::NoSuchCheckpoint { store: self.store.name().into(), asked, have });
@@ -125,7 +138,9 @@ impl LocalImage {
         Ok(built)
     }
 
-    /// Calls `work` with the index. Calls it again with a new index if the first index is outdated or damaged.
+    /// Calls `work` with the index. Calls it again with a new index if the first index is outdated (a segment is
+    /// missing) or damaged. Only a base index can be damaged without loss: the segments' directories have the same
+    /// content.
     pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
         let index = self.index()?;
         let error = match work(&index) {
@@ -150,6 +165,7 @@ impl LocalImage {
             .blocks
             .get(block.0)
             .map(|stored| &stored.block)
+            // The block does not exist, so it has no name, and no page of it is special: the error names page 0.
             .ok_or_else(|| self.no_page(format!("number {block}"), PageNo(0)))
     }
 
@@ -187,10 +203,12 @@ impl LocalImage {
             for (position, id) in pages.iter().enumerate() {
                 let IndexEntry { location, digest } = self.find(index, *id)?;
                 stored.push(StoredPage { digest, bytes: Vec::new() });
+                // Length 0 means a page of zeros, for which nothing is stored: there is nothing to read.
                 if location.len() != 0 {
                     wanted.push(WantedPage { location, id: *id, position });
                 }
             }
+            // A location's number orders by segment, then by offset.
             wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
             let mut remaining = wanted.as_slice();
             while !remaining.is_empty() {
@@ -204,6 +222,7 @@ impl LocalImage {
 
     /// Reads pages that are close together with one read, and adds their bytes to `stored`.
     fn read_group(&self, index: &Index, group: &[WantedPage], stored: &mut [StoredPage]) -> Result<()> {
+        // The group is sorted by location, so its first page has the lowest offset.
         let Some(first) = group.first() else { return Ok(()) };
         let begin = first.location.offset();
         let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
@@ -233,6 +252,7 @@ impl LocalImage {
             let IndexEntry { location, digest } = self.find(index, id)?;
             let mut buffer = [0; PAGE_SIZE];
             let stored = buffer.get_mut(..location.len().into()).unwrap_or_default();
+            // A page of zeros has no stored bytes; `unpack` makes zeros of an empty slice.
             if !stored.is_empty() {
                 let Some(extent) = index.segments.get(location.segment()) else {
                     return Err(self.bad_page(index, id, location, "its segment is not known"));
@@ -335,15 +355,17 @@ pub struct LocalHotPages<'a> {
 }
 
 impl LocalHotPages<'_> {
-    /// Loads the pages of a frame. A frame affects only the order: the pages of an unreadable frame come with the
-    /// others, and reading such a page returns the error.
+    /// Loads the list of pages in a frame's directory. A frame affects only the order: the pages of an unreadable frame
+    /// come with the others, and reading such a page returns the error.
     fn load(&mut self, frame: RecentFrame) {
         let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
         let store = &self.image.store;
         let Ok(file) = self.image.open_segments.get(store, extent) else { return };
+        // The name of the file is only for errors, and an error is ignored here.
         let Ok(bytes) = store.read_at(&file, "", frame.offset, MAX_DIRECTORY_BYTES) else { return };
         let Ok(directory) = Directory::decode(&bytes, frame.offset) else { return };
         let blocks = &self.image.table.blocks;
+        // A record of length 0 is a page of zeros, which is not hot.
         for listed in directory.pages().filter(|listed| listed.record.len != 0) {
             if let Some(position) = blocks.iter().position(|stored| stored.number == listed.record.block) {
                 self.frame_pages.push((BlockId(position), PageNo(listed.record.page.into())));
@@ -377,6 +399,7 @@ impl Iterator for LocalHotPages<'_> {
                 continue;
             }
             let (block, page) = self.next_unlisted;
+            // `None` after the last block ends the iteration.
             if page.0 >= self.index.pages(block)? {
                 self.next_unlisted = (BlockId(block.0 + 1), PageNo(0));
                 continue;

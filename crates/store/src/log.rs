@@ -1,4 +1,7 @@
-//! The log: numbered entries. An entry appears atomically, or not at all if another process took its number first.
+//! The log: numbered entries. An entry is a *claim*, by which a host becomes the owner of the store, or it commits a
+//! checkpoint or a compaction. The *owner epoch* counts the owners.
+//!
+//! An entry appears atomically, or not at all if another process took its number first.
 //!
 //! A new entry is written under a temporary name, synced, and then linked to its number. The link is the commit, and
 //! also checks the owner epoch: for a superseded owner the link fails, because the claim of the next owner has the

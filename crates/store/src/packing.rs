@@ -1,4 +1,7 @@
 //! Builds frames of pages, and compresses them in threads of their own.
+//!
+//! A *frame* is up to 1024 pages, stored together after a *directory* that has a *record* for each page
+//! ([`crate::format::segment`]).
 
 use crate::engine::Frame;
 use crate::format::page::Packer;

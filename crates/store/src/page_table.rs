@@ -1,16 +1,20 @@
-//! Tables with a value for every page of a block. Only parts with values use memory, so that a large block without
-//! pages costs nothing.
+//! Tables with a value for every page of a RAM block of the guest. A table is divided into parts of equal length. Only
+//! parts with values use memory, so that a large block without pages costs nothing.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of pages of a part.
+/// Number of pages of a part, the same as in a base index, the file with the locations of all pages ([`PART_PAGES`]).
+///
+/// [`PART_PAGES`]: crate::format::base::PART_PAGES
 const PART: usize = 4096;
 
+/// Returns the part of a page, and its position in the part.
 fn split(page: u64) -> (usize, usize) {
     ((page / PART as u64) as usize, (page % PART as u64) as usize)
 }
 
+/// Returns the number of parts for `pages` pages.
 fn parts(pages: u64) -> usize {
     pages.div_ceil(PART as u64) as usize
 }
@@ -38,6 +42,7 @@ impl<T: Copy + Default + PartialEq> PageTable<T> {
 
     /// Grows the table to at least `pages` pages.
     pub fn grow(&mut self, pages: u64) {
+        // Only the last of the existing parts may be shorter than a part of the longer table.
         let last = self.parts.len().saturating_sub(1);
         self.pages = self.pages.max(pages);
         self.parts.resize(parts(self.pages), None);
@@ -120,6 +125,7 @@ impl PageDigests {
         let (part, within) = split(page);
         let len = part_len(self.pages, part);
         let Some(part) = self.parts.get(part) else { return };
+        // A part without values reads as 0 already.
         if digest == 0 && part.get().is_none() {
             return;
         }
@@ -141,7 +147,7 @@ mod tests {
         fn tables_agree_with_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
             let mut page_table = PageTable::<u64>::new(10_000);
             let digests = PageDigests::new(10_000);
-            // One page before the old end of the table, and one in the part that grows.
+            // Both pages are in the last part (8192..10000), which grows: one within it, and its last page.
             for page in [9_000, 9_999] {
                 *page_table.get_mut(page).unwrap() = 7;
                 digests.set(page, 7);
@@ -162,6 +168,7 @@ mod tests {
             let found: Vec<_> = page_table.values_from(from).collect();
             let want: Vec<_> = map.range(from..).map(|(page, value)| (*page, *value)).collect();
             prop_assert_eq!(found, want);
+            // Pages from 18,000 on are beyond the end.
             for page in 0..20_000 {
                 let want = map.get(&page).copied().unwrap_or(0);
                 prop_assert_eq!((page_table.get(page), digests.get(page)), (want, want));

@@ -1,4 +1,8 @@
 //! Reads segments: keeps their files open, and decodes the directories of frames.
+//!
+//! A *segment* is a file of *frames*: up to 1024 pages that were written together, after a *directory* with a *record*
+//! for each page ([`crate::format::segment`]). The *extent* of a segment is its name (owner epoch and number), and how
+//! many of its bytes are committed.
 
 use crate::directory::StoreDirectory;
 use crate::disk::DiskFile;

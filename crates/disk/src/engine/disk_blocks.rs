@@ -1,4 +1,7 @@
 //! The disk's blocks as the front end sees them: the image, its redo log, and the cache, behind one [`BlockCatalog`].
+//!
+//! The *redo log* has the writes of a protected guest that are not in the image yet ([`crate::redo`]). The *cache* is
+//! what is known of the guest's memory ([`super::reboot_cache`]).
 
 use super::catalog::{
     BlockCatalog, Change, DataLocation, DriverState, DurabilityLost, EntryResult, FilePosition, MovedBlocks,

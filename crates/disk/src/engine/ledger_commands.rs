@@ -1,4 +1,9 @@
-//! Commands for phase-based reboots: [`crate::ledger`].
+//! Commands for phase-based reboots, in which a guest continues from a *boot snapshot*, a state that was saved during
+//! an earlier boot (`docs/os-reboot.md`).
+//!
+//! The *ledger* ([`crate::ledger`]) records the blocks that the guest has touched, which means read or written. A
+//! *moment* is the ledger's mark for a snapshot. The snapshot may be used while no block that the guest had touched
+//! before the moment is written after it.
 
 use super::Engine;
 use super::refusal::{Answer, Refusal};
@@ -8,13 +13,14 @@ use std::sync::atomic::Ordering;
 /// A command about the ledger.
 #[derive(Debug)]
 pub enum LedgerCommand {
-    /// A guest that has read and written nothing boots.
+    /// Start the record of a new boot: the guest has read and written nothing yet.
     Begin(Answer<()>),
-    /// Mark the current moment.
+    /// Mark the current moment. The guest must be stopped.
     Mark(Answer<Moment>),
     /// Check whether a guest of a moment may continue. Answered with the reason why not.
     Check(Moment, Answer<Option<StaleReason>>),
-    /// Continue the next guest from that moment, if it may. Its memory is filled while it runs.
+    /// Continue the next guest from that moment, unless it is stale. Answered like `Check`. The guest's memory is
+    /// filled while the guest runs.
     Resume(Moment, Answer<Option<StaleReason>>),
 }
 
@@ -53,6 +59,7 @@ impl Engine {
         let state = self.front_end.blocks.image_state();
         let stale = self.front_end.blocks.cache.ledger.resume(moment, &state).err();
         if stale.is_none() {
+            // Memory of the next QEMU may have pages that are not filled yet: see `missing_pages`.
             self.is_filling.store(true, Ordering::Relaxed);
         }
         Ok(stale)

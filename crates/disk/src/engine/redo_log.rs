@@ -1,5 +1,5 @@
 //! The redo log in the engine: the location of each block of a protected disk, the writes that wait, and the space
-//! that is free again.
+//! that is free again. The *redo log* takes the guest's writes, as *entries*, until they are merged into the image.
 //!
 //! Epochs, seals and merges are in [`crate::redo`], whose keeper visits the engine between two of its steps
 //! ([`super::visit`]). The front end writes the entries. This module decides where, and does the log's own syncs and

@@ -1,4 +1,7 @@
 //! Merges committed epochs and ends logs, in one thread.
+//!
+//! An *epoch* is what a guest wrote between two checkpoints. To *merge* it is to copy it from the redo log to the
+//! image, when its checkpoint is committed. To *end* a log is to merge all of it and to remove its files.
 
 use super::threads::{Monitor, Threads};
 use super::{CurrentLog, Keeper, Tasks, no_log, refused};

@@ -1,6 +1,9 @@
 //! The keeper of a served disk's redo log: carries out requests about epochs, and does the background work of creating
 //! segments, sealing and merging.
 //!
+//! An *epoch* is what a guest wrote to its disk between two checkpoints, and a *segment* is the log's file with it. To
+//! *seal* an epoch is to make it durable, and to *merge* it is to copy it to the image (`docs/disk-epochs.md`).
+//!
 //! | thread | work |
 //! |---|---|
 //! | the caller's | `begin`, `mark`, `seal`; `committed` and `end` leave a task |

@@ -1,4 +1,7 @@
 //! The directory of a log: the state file and the segments.
+//!
+//! A *segment* is the file with the writes of one *epoch*, the time between two checkpoints. The state file records
+//! which epochs are sealed (durable) and merged (copied to the image).
 
 use super::epoch_state::{
     CHECKSUM_BYTES, CountedState, EpochRange, EpochState, FORMAT, MAGIC, newest_slot, write_slot,

@@ -1,4 +1,7 @@
 //! The durable state of a disk's epochs, in one of two slots (`docs/disk-epochs.md`, Files).
+//!
+//! An *epoch* is the time between two checkpoints. It is *sealed* when its writes are durable in the log, and *merged*
+//! when they are in the image.
 
 use super::format::PAGE_BYTES;
 use rekindle_kernel::uring::Buffer;

@@ -1,4 +1,7 @@
 //! The names of segments, and their content byte by byte (`docs/disk-epochs.md`, Files).
+//!
+//! A *segment* is the file with the writes of one *epoch*, which is the time between two checkpoints. It is a head,
+//! then *entries*: a header and the data of one write.
 
 use crate::block::SECTOR;
 use uuid::Uuid;

@@ -1,4 +1,7 @@
 //! The place of the newest content of each sector: a segment or the image.
+//!
+//! A *segment* is the file with the writes of one *epoch*, the time between two checkpoints. A sector that no segment
+//! has is read from the image.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,5 +1,8 @@
 //! The log in a server's memory: the place of the next write, and the place of each sector.
 //!
+//! The *log* takes the writes of a protected guest's disk instead of the image. An *epoch* is the time between two
+//! checkpoints. Its writes are *entries* in a file of its own, the *segment*.
+//!
 //! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the engine
 //! (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes use the same code.
 

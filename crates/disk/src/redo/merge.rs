@@ -1,5 +1,8 @@
 //! Copies epochs into the image.
 //!
+//! An *epoch* is what a guest wrote between two checkpoints. It is kept in the redo log, apart from the image, until
+//! its checkpoint is committed.
+//!
 //! There is one merge at a time: a merge needs the [`MergeTarget`], which exists once for an open image and cannot be
 //! cloned.
 

@@ -1,4 +1,7 @@
 //! Inspection and merging of the log of a disk that has no server.
+//!
+//! The *redo log* has the writes of a protected guest that are not in the image yet. To *merge* is to copy them there.
+//! They are divided into *epochs*, one for each time between two checkpoints (`docs/disk-epochs.md`).
 
 use super::epoch_state::{CountedState, EpochState, newest_slot};
 use super::error::RedoError;

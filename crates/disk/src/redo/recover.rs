@@ -1,4 +1,8 @@
 //! Opening a log after a crash, after a server was killed, or to return to a checkpoint.
+//!
+//! A log has a *segment* (file) for each *epoch* (time between two checkpoints), with an *entry* for each write. A
+//! *seal* makes a segment durable, and lists its entries, so that damage is distinguished from a write that was
+//! interrupted.
 
 use super::directory::LogDirectory;
 use super::epoch_state::{EpochRange, EpochState};

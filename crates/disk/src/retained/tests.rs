@@ -1,4 +1,5 @@
-//! A cache in a file like a guest's memory: what it serves, and which frames it releases.
+//! A retained cache in a file like a guest's memory: which blocks it serves, and which frames (pages of that memory) it
+//! releases. A *claim* is the file in which a server marks the frames that it needs.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -74,6 +75,7 @@ fn a_block_is_served_once_and_its_frame_is_released() {
     assert_eq!(block, content(4));
     assert_eq!(cache.take(1004, &mut block), [None], "a second time");
     cache.release_frames();
+    // 64 frames of 256 held a block, and one of them was released.
     assert_eq!((cache.len(), allocated_frames(&file)), (63, FRAMES - 1));
     assert_eq!(cache.counts(), CacheCounts { served: 1, ..CacheCounts::default() });
 }
@@ -82,7 +84,8 @@ fn a_block_is_served_once_and_its_frame_is_released() {
 fn contiguous_blocks_are_read_together() {
     let (cache, memory, file) = cache_of_previous_guest();
     let (mut map, digester) = (BlockMap::new(memory.frames()), cache.digester);
-    // Two pieces, a gap, a changed block, and one whose frame does not exist.
+    // Blocks 7 to 9 are in adjacent frames, and block 10 is elsewhere. Block 11 was never cached. Block 12 is followed
+    // by block 13, whose frame is changed below, and block 14 was never cached.
     for (block, frame) in [(7, 20), (8, 21), (9, 22), (10, 3), (12, 40), (13, 41)] {
         map.moved(block, frame, digester.digest(&content(frame.into())));
     }
@@ -168,7 +171,7 @@ fn a_large_cache_is_discarded_in_slices_and_serves_nothing_then() {
     let mut cache = RetainedCache::new(&memory, map, digester, None).unwrap();
     maintain(&mut cache, None);
     assert_eq!(allocated_frames(&file), frames, "all of it is needed");
-    // A sixteenth is in excess, and is dropped in slices.
+    // The new guest has room for all but 3000 frames. These are dropped in slices of about 1024.
     cache.update(Some((frames - 3000) as usize));
     let mut slices = 0;
     while cache.maintain() {
@@ -263,6 +266,7 @@ fn a_frame_that_two_disks_claim_is_served_to_the_right_one_and_kept_until_both_r
     let mut disks = two_disks();
     disks.share();
     disks.maintain(None);
+    // The first disk has 64 frames. The second has 96: 64 others, and 32 of the first's.
     assert_eq!(
         (allocated_frames(&disks.file), disks.needed_frames()),
         (128, 128),

@@ -25,6 +25,7 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 
+/// Far longer than any wait takes, also on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const PAGE: u64 = 4096;
 /// Address of the guest's memory in the front end.
@@ -33,7 +34,7 @@ pub const FRONT_END_ADDRESS: u64 = 0x7f00_0000_0000;
 pub const QUEUE_ENTRIES: u16 = 64;
 /// Descriptors that each request has space for.
 const DESCRIPTORS_PER_REQUEST: u16 = 4;
-/// Frames of a guest.
+/// Frames (pages of memory) of a guest: 16 MiB.
 pub const GUEST_FRAMES: u64 = 4096;
 /// The first frame after rings and headers.
 pub const FIRST_FREE_FRAME: u64 = 256;

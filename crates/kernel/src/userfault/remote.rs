@@ -1,9 +1,12 @@
 //! A userfaultfd for the memory of another process.
 //!
-//! The other process itself must create the userfaultfd. A process of another user may not call `userfaultfd(2)` unless
-//! `vm.unprivileged_userfaultfd` is set, and a seccomp filter may forbid the call. In contrast, every process that has
-//! an open descriptor of `/dev/userfaultfd` may use its `ioctl`. So a process that may open the device passes a
-//! descriptor of it (to QEMU by QMP `getfd`), and that `ioctl` is the injected call.
+//! The other process itself must create the userfaultfd. So one of its threads is stopped for a moment and made to
+//! execute the system call: the *injected call* ([`crate::inject`]).
+//!
+//! A process of another user may not call `userfaultfd(2)` unless `vm.unprivileged_userfaultfd` is set, and a seccomp
+//! filter may forbid the call. In contrast, every process that has an open descriptor of `/dev/userfaultfd` may use its
+//! `ioctl`. So a process that may open the device passes a descriptor of it (to QEMU by QMP `getfd`), and that `ioctl`
+//! is the injected call.
 
 use super::{Features, Mode, Userfault, UserfaultError};
 use crate::descriptor;
@@ -53,7 +56,7 @@ pub enum RemoteError {
         #[source]
         source: io::Error,
     },
-    /// The handshake with the kernel failed.
+    /// The handshake with the kernel (`UFFDIO_API`, which agrees on features) failed.
     #[error(transparent)]
     Userfault(#[from] UserfaultError),
 }
@@ -85,6 +88,7 @@ impl Remote {
             }
         };
         let number = injector.call(call).map_err(|source| match (&source, source.errno()) {
+            // A seccomp filter may return ENOSYS instead of EPERM.
             (InjectError::Filtered { .. }, _) | (_, Some(libc::EPERM | libc::EACCES | libc::ENOSYS)) => {
                 RemoteError::Denied { pid, source }
             }
@@ -185,6 +189,7 @@ pub fn existing(process: Process) -> Result<Vec<Existing>, RemoteError> {
 /// Parses the line `API: aa:AGREED FEATURES:KERNEL'S FEATURES` of `/proc/PID/fdinfo/FD`.
 fn agreed_features(fdinfo: &str) -> Features {
     let bits = fdinfo.lines().find_map(|line| {
+        // The second of the three fields: the features that were agreed on.
         let features = line.strip_prefix("API:")?.trim().split(':').nth(1)?;
         u64::from_str_radix(features, 16).ok()
     });
@@ -201,6 +206,7 @@ pub fn registered(process: Process, modes: Mode) -> io::Result<Vec<Range<u64>>> 
     let path = format!("/proc/{}/smaps", process.pid);
     let text = fs::read(&path).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
     let text = String::from_utf8_lossy(&text);
+    // The flags of smaps for ranges that a userfaultfd handles: proc_pid_smaps(5).
     let flag_of_mode = [(Mode::MISSING, "um"), (Mode::WRITE_PROTECT, "uw"), (Mode::MINOR, "ui")];
     // A mapping starts with the line of its range; one of the lines after that has its flags.
     let (mut mapping, mut registered) = (None, Vec::new());
@@ -229,6 +235,7 @@ pub fn device_in(process: Process) -> Result<Option<RawFd>, RemoteError> {
     let is_device = |number: &RawFd| {
         fs::metadata(format!("/proc/{pid}/fd/{number}")).is_ok_and(|metadata| metadata.rdev() == device.rdev())
     };
+    // All descriptors of the device have the same effect, so that it does not matter which of several is returned.
     let number = descriptors(pid)?.into_iter().rfind(is_device);
     check_alive(process)?;
     Ok(number)

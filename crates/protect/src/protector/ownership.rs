@@ -1,4 +1,7 @@
 //! Makes this host the owner of a store, before the first checkpoint.
+//!
+//! A host becomes the owner by a *claim*, an entry in the store's log. The *owner epoch* counts the owners
+//! (`docs/store-format.md`).
 
 use super::ProtectSettings;
 use crate::error::ProtectError;

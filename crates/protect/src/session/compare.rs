@@ -1,7 +1,8 @@
 //! Compares a stopped guest's memory with a checkpoint, to detect pages that a restore would load wrongly.
 //!
 //! Pages that were written since that checkpoint are known and skipped. If any other page differs, its write was not
-//! tracked, or the page is wrong in the store.
+//! tracked, or the page is wrong in the store. Pages are *owed* if they were written since the last checkpoint, so that
+//! the next one must contain them.
 
 use super::TrackingSession;
 use crate::error::CheckpointError;

@@ -1,4 +1,7 @@
 //! A guest's memory, and which of its pages the next checkpoint must contain.
+//!
+//! A page is *dirty* if it was written since the last checkpoint. While a restore still fills the memory, the *pager*
+//! (the process that loads it) has the record of written pages: the *write record* ([`crate::write_record`]).
 
 use super::cow;
 use super::disk_servers::DiskServers;

@@ -1,4 +1,4 @@
-//! The tracker of a session: it records which pages the guest writes.
+//! The tracker of a session: it records which pages the guest writes. A *session* is a protector's work with one QEMU.
 //!
 //! | tracker | used |
 //! |---|---|

@@ -78,12 +78,15 @@ fn is_qemu(process: Process, version: &Version) -> bool {
 /// Returns the inode of the socket that listens at this path, from `/proc/net/unix`. Its lines are `Num RefCount
 /// Protocol Flags Type St Inode Path`.
 fn listening_inode(socket: &Path) -> Option<u64> {
+    // `__SO_ACCEPTCON` of the kernel: the socket listens.
     const FLAG_LISTENING: u64 = 0x1_0000;
     let table = fs::read_to_string("/proc/net/unix").ok()?;
     let canonical = socket.canonicalize().unwrap_or_else(|_| socket.to_owned());
+    // The first line is the header.
     table.lines().skip(1).find_map(|line| {
         let mut fields = line.split_whitespace();
         let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
+        // `nth` has taken Flags, so that the next fields are Type, St and Inode.
         let inode = fields.nth(2)?.parse().ok()?;
         let path = Path::new(fields.next()?);
         (flags & FLAG_LISTENING != 0 && (path == canonical || path == socket)).then_some(inode)

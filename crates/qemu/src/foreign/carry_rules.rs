@@ -1,4 +1,8 @@
 //! Splits a QEMU command line into options, and decides for each how it is carried over into the rebuilt machine.
+//!
+//! A machine is rebuilt when its guest is restored in another QEMU. The rule depends on whether the guest can see the
+//! option's effect ([`super`]).
+
 /// A reason, as shown to the user.
 pub(super) type Reason = &'static str;
 

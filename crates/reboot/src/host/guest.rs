@@ -1,4 +1,5 @@
-//! One guest's part of a suspend: it is prepared, then saved while its QEMU still exists, then ended or resumed.
+//! One guest's part of a *suspend*, in which all guests of a host are saved before the host reboots: it is prepared,
+//! then saved while its QEMU still exists, then ended or resumed.
 //!
 //! ```text
 //! PreparedSuspend ──save──> SavedGuest ──end──> only the saved state is left
@@ -52,7 +53,7 @@ pub(super) fn suspend_kind(how: RebootMethod) -> Kind {
     }
 }
 
-/// Runs the preflight of a suspend of VM `name`. Changes nothing.
+/// Runs the preflight of a suspend of VM `name`, the checks before anything is stopped. Changes nothing.
 pub(super) fn preflight(host: &Host, name: &str, how: RebootMethod) -> Result<Replacement, RebootError> {
     let operation = format!("host suspend --how {how}");
     let options = ReplaceOptions::same_qemu(how);

@@ -32,6 +32,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How long QEMU may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of one wait for an event.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(24 * 3600);

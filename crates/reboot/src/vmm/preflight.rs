@@ -1,4 +1,7 @@
 //! The preflight of a hand-over: finds problems before anything is stopped.
+//!
+//! In a *hand-over*, a guest moves from one QEMU to another. The *preflight* is all checks before the first step that
+//! stops or changes anything.
 
 use super::{RUN_STATE_TIMEOUT, RebootMethod, Replacement};
 use crate::error::{Problem, RebootError};
@@ -19,6 +22,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
+/// How long the source QEMU may take to answer. A QEMU that does not is not asked to hand its guest over.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs all checks that need only the source QEMU, while the guest runs. Returns `false` if the owner of the VM has

@@ -1,4 +1,7 @@
 //! Checks that a guest's memory did not change while its QEMU was replaced.
+//!
+//! The main RAM is a file that both QEMUs map. The other RAM blocks are *carried*: their content is sent from the
+//! source QEMU to the destination ([`rekindle_memory::carried`]).
 
 use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;

@@ -1,9 +1,9 @@
 //! Warm: the guest's RAM stays in a file that both QEMUs map.
 //!
 //! While the source QEMU runs the guest, the destination is started, compared with it, and loaded with the guest memory
-//! that it cannot map (firmware, ACPI tables, video memory). Then the guest is stopped, the device state is streamed
-//! from the source through this process into the destination, and the guest resumes in the destination. This is
-//! RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
+//! that it cannot map (firmware, ACPI tables, video memory): the *carried* RAM blocks. Then the guest is stopped, the
+//! device state is streamed from the source through this process into the destination, and the guest resumes in the
+//! destination. This is RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
 
 use super::preflight::{compare_blocks, compare_cpus};
 use super::verify::MemoryDigests;

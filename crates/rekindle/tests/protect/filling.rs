@@ -1,5 +1,14 @@
 //! Checkpoints during the fill of a restore: each of them is complete, whichever process dies meanwhile. Some are
 //! compared, page by page, with the guest's memory at the moment of the checkpoint.
+//!
+//! Terms (`docs/glossary.md`): a restored guest runs while its memory is still *filled* from the checkpoint. The
+//! *pager* is the process that does it. A page that is not filled yet is *missing*: a hole in the file that is the
+//! guest's RAM. The pager supplies a missing page when the guest accesses it. The *write record* is the pager's record
+//! of the pages that the guest has written during the fill. From it, a *protector*, the process that takes checkpoints,
+//! knows which pages have changed since the restored checkpoint. So the first checkpoint after a restore need not be
+//! full.
+//!
+//! A checkpoint runs the *disk hook*, a command, while the guest is paused. Here the hook copies the RAM file.
 
 use crate::common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
 use crate::common::served::kill_watcher;
@@ -43,6 +52,8 @@ impl Slowdown {
             let mut worked = Duration::from_millis(1);
             while !is_over.load(Ordering::Relaxed) {
                 signal(process, Signal::STOP);
+                // Stopped for 40 times as long as it has worked. The limit is how long the guest may wait for a missing
+                // page.
                 thread::sleep((worked * 40).min(Duration::from_millis(400)));
                 let resumed = Instant::now();
                 signal(process, Signal::CONT);
@@ -107,6 +118,7 @@ fn a_page_of_zeroes_is_there_in_a_copy_and_a_hole_is_not() {
     let [source, copy] = ["from", "to"].map(|name| directory.path().join(name));
     let file = File::create(&source).unwrap();
     file.set_len(64 * PAGE_SIZE as u64).unwrap();
+    // Pages 4 and 9 are written with zeros: they are populated, and must not become holes.
     for (page, byte) in [(3, 1), (4, 0), (9, 0), (40, 7)] {
         file.write_all_at(&[byte; PAGE_SIZE], page * PAGE_SIZE as u64).unwrap();
     }
@@ -164,7 +176,8 @@ impl<'a> ProtectedGuest<'a> {
         let store = store(lab, name);
         let (ram, copies) = (lab.run_root().join(".ram"), lab.path("copies"));
         fs::create_dir(&copies).unwrap();
-        // A failed checkpoint is repeated under the same number, and so is its copy.
+        // The hook makes a copy if the file `want` exists. A failed checkpoint is repeated under the same number: if
+        // there is a copy with this number, it is of the failed attempt and is made again.
         let hook = format!(
             "cd {}; [ -e want ] || [ -e $REKINDLE_CHECKPOINT ] || exit 0
              export {COPY_SOURCE}=$(echo {}/{name}-*.ram) {COPY}=part
@@ -300,12 +313,14 @@ fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
             let checkpoint = protected.compare_next(&mut protector, restore.checkpoint);
             checkpoint.assert_incremental(true);
             let missing = checkpoint.missing;
+            // Of the 65,536 pages of the guest: enough that the comparison includes missing pages.
             assert!(missing > 1000, "round {round}: only {missing} pages were missing");
             most_dirty_bytes = most_dirty_bytes.max(checkpoint.event["dirty_bytes"].as_u64().unwrap());
             newest = checkpoint.number();
         }
         assert!(protected.is_filling(), "the pager was not slow enough");
-        // The bound is 64 MB, 16 bytes per page, and the pages of a checkpoint in flight.
+        // The bound on the protector's memory: 64 MB, 16 bytes per page of the guest (256 MiB), and the pages of a
+        // checkpoint in flight.
         let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most_dirty_bytes;
         assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
         eprintln!("{policy}: at most {} bytes of memory, {most_dirty_bytes} in flight", protector.most_memory());
@@ -425,12 +440,14 @@ fn a_death_at_any_step_of_the_end_of_the_fill_is_found_by_the_next_process() {
     let protected = ProtectedGuest::new(&lab, "steps", "128M", 24);
     let guest = &protected.guest;
     let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
+    // Fails if the points are renamed, which would leave nothing to test.
     assert!(points.len() >= 7);
     for point in points {
         eprintln!("==== {point}");
         let fault = format!("{point}:kill");
         let environment = [("REKINDLE_FAULT", fault.as_str())];
         let arguments = ["--keep", "1000"];
+        // The pager passes the points `fill.end.`, the protector all others.
         let is_of_pager = point.starts_with("fill.end.");
         let restored = if is_of_pager {
             crash(guest);

@@ -1,4 +1,7 @@
 //! Appends pages of the open checkpoint to segments, and starts to write them to the disk.
+//!
+//! Pages arrive in *frames*: a header, a directory with a *record* for each page, and the pages. A *segment* is a file
+//! of frames. The *open* checkpoint is the one that is being written.
 
 use super::pool::{Role, Segment};
 use super::{Engine, OpenCheckpoint, PendingPage};

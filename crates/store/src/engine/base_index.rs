@@ -1,4 +1,5 @@
-//! Writes the base index in pieces while checkpoints are taken.
+//! Writes the base index in pieces while checkpoints are taken. The base index is a file with the location and digest
+//! of every page, so that opening a checkpoint need not read the directories of all segments ([`crate::format::base`]).
 //!
 //! A base index is not of one moment: an entry may be newer than the checkpoint at which writing the index began. This
 //! does no harm, because a reader applies the directories of all later checkpoints on top.
@@ -14,7 +15,8 @@ use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// Number of parts in a piece.
+/// Number of parts (4096 pages each) in a piece. A piece is 1 MiB, so that a checkpoint that begins meanwhile need not
+/// wait long.
 const PARTS_PER_PIECE: u64 = 16;
 
 /// A base index that is being written.

@@ -16,6 +16,7 @@ use crate::log::{self, NotAppended};
 use crate::types::{Committed, now_us};
 use std::time::{Duration, Instant};
 
+/// Limits of what a log entry has in addition to the lists of the store: 16 MiB, 16 MiB and 64 MiB.
 const MAX_DEFINITION_BYTES: usize = 1 << 24;
 const MAX_METADATA_BYTES: usize = 1 << 24;
 const MAX_DEVICE_STATE_BYTES: usize = 1 << 26;

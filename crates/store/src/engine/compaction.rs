@@ -1,6 +1,9 @@
 //! Compaction: copies the needed records of segments that are mostly garbage into a new segment, and removes the old
 //! segments.
 //!
+//! A *record* is a page as one checkpoint has stored it, and *garbage* is a record that no kept checkpoint needs.
+//! Records are in *frames* (up to 1024 pages), and frames are in *segments*, which are files.
+//!
 //! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
 //! compaction's log entry is written.
 

@@ -1,4 +1,7 @@
 //! Opens a store for writing from the state that the log records.
+//!
+//! To open a store is to *claim* it: the writer adds an entry to the log that makes it the owner ([`crate::log`]). The
+//! *manifest* in the newest entry that has one lists the valid checkpoints and segments.
 
 use super::pool::{Segment, SegmentPool, record_bytes};
 use super::replaced::ReplacedRecords;

@@ -1,4 +1,7 @@
 //! The segments of a writer, and how many of their bytes are needed.
+//!
+//! A *segment* is a file of pages. Bytes are *live* if they are the newest content of a page, *dying* if only older
+//! checkpoints that are kept need them, and garbage otherwise. Compaction removes garbage.
 
 use crate::disk::DiskFile;
 use crate::format::ALIGNMENT;

@@ -1,4 +1,8 @@
-//! Records that a newer checkpoint has replaced but that older kept checkpoints still need. A compaction must copy them.
+//! Records that a newer checkpoint has replaced but that older kept checkpoints still need. A compaction must copy
+//! them.
+//!
+//! A *record* is a page as one checkpoint has stored it. *Kept* checkpoints are those that the store's options require
+//! to stay readable. A *compaction* copies needed records to a new segment and removes the old segments.
 
 use crate::format::base::Location;
 

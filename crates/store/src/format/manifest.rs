@@ -1,4 +1,5 @@
-//! The manifest (a list of all valid checkpoints and segments) and the block table of a checkpoint.
+//! The manifest (a list of all valid checkpoints and segments) and the block table of a checkpoint. A *segment* is a
+//! file with pages, and a *block* is one of the guest's RAM blocks.
 
 use super::codec::{Reader, Writer};
 use super::segment;

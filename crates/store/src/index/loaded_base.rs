@@ -1,4 +1,7 @@
 //! A base index on the disk, of which parts are read when they are first needed.
+//!
+//! A *base index* is a file with the location and digest of every page, as of an older checkpoint. A *part* of it has
+//! 4096 pages of one RAM block ([`crate::format::base`]).
 
 use super::BlockInBase;
 use crate::directory::StoreDirectory;

@@ -1,6 +1,8 @@
 //! Index of all pages of a checkpoint.
 //!
-//! The index combines a base index (`loaded_base`) with the directories of frames that were written later (`overlay`).
+//! The index combines a base index (`loaded_base`), a file with the locations of all pages as of an older checkpoint,
+//! with the directories of frames that were written later (`overlay`). A frame is up to 1024 pages that were written
+//! together; its directory lists them.
 //! If no base index is usable, it is built from all directories, with the same result.
 
 mod loaded_base;

@@ -1,4 +1,8 @@
 //! Records of pages that are newer than the base index.
+//!
+//! A *record* is an entry of a frame's directory: which page the frame holds, with its digest. A *frame* is up to 1024
+//! pages that were written together, in a *segment* (a file of frames). The *base index* is a file with the locations
+//! of all pages as of an older checkpoint. `docs/store-format.md` describes all of them.
 
 use super::IndexBlock;
 use crate::directory::StoreDirectory;

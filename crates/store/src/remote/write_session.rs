@@ -19,6 +19,7 @@ use crate::url::Remote;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
+/// Digests that one request asks for. A digest has 8 bytes, so the answer has 64 kB.
 const DIGESTS_PER_REQUEST: u64 = 8000;
 
 /// A block whose digests the client has.

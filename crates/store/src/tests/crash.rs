@@ -23,7 +23,10 @@ struct Story {
     all: BTreeMap<u64, Expected>,
 }
 
+/// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
+/// earlier ones. Some pages are zero (kind 0).
 fn change(n: u64) -> Change {
+    // The block shrinks and grows again.
     let ram = if n % 5 == 3 { 22 } else { 30 };
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % ram, (n + i) % 9)).collect();
     Change { blocks: vec![("ram", ram), ("bios", 3)], pages }

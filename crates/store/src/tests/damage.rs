@@ -9,6 +9,8 @@ use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+/// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
+/// earlier ones. None of these pages is zero (kind 0).
 fn change(n: u64) -> Change {
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
@@ -89,7 +91,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
                     other => panic!("byte {byte} of {name}: {other}"),
                 }
             }
-            // The writer either continues with valid data or reports the damage.
+            // For a sample of the bytes: the writer either continues with valid data or reports the damage.
             if byte % 7 == 0
                 && let Err(e) = open(&bad, 3)
             {

@@ -1,4 +1,5 @@
-//! Owners: the previous owner is rejected at any step at which the new owner may claim the store.
+//! Owners: the previous owner is rejected at any step at which the new owner may claim the store. A *claim* is the
+//! entry of the log by which a process becomes the owner, and the *epoch* counts the owners.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
@@ -6,6 +7,8 @@ use crate::engine::{CheckpointState, Engine};
 use crate::error::Result;
 use std::sync::{Arc, Mutex};
 
+/// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
+/// earlier ones. None of these pages is zero (kind 0).
 fn change(n: u64) -> Change {
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }

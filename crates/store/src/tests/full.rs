@@ -6,6 +6,8 @@ use crate::error::StoreError;
 use rekindle_pages::PAGE_SIZE;
 use rustix::io::Errno;
 
+/// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
+/// earlier ones. Some pages are zero (kind 0).
 fn change(n: u64) -> Change {
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, (n + i) % 9)).collect();
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
@@ -62,6 +64,7 @@ fn walk(error: Errno, half: bool, count: usize) {
             model.commit(&mut engine, &change(6)).unwrap();
             model.check(&disk);
             if all_passed {
+                // No step has failed in this pass: all steps were tried. There are more than 40.
                 assert!(after > 40 && failures == 0);
                 break;
             }
@@ -121,7 +124,7 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
             .unwrap();
     let mut model = Model { keep: 1, ..Model::default() };
     let blocks = vec![("ram", PAGES)];
-    // All pages are incompressible.
+    // All pages are incompressible: their kinds of content are odd.
     let fill = (0..PAGES).map(|page| (0, page, page * 2 + 1)).collect();
     model.commit(&mut engine, &Change { blocks: blocks.clone(), pages: fill }).unwrap();
     let mut state = 1u64;

@@ -1,4 +1,8 @@
 //! Random histories compared with the model: checkpoints, aborts, `keep`, `hold`, compaction, base indices, reopening.
+//!
+//! `keep` is the number of checkpoints that stay readable. `hold` keeps one more while a restore reads it. *Compaction*
+//! copies needed pages to new segments and removes the old ones. A *base index* is a file with the locations of all
+//! pages.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, lazy, open};
@@ -10,6 +14,7 @@ use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 enum Step {
     Commit(Change),
     Abort(Change),
+    /// Pieces of background work.
     Work(usize),
     Settle,
     Compact,

@@ -11,6 +11,7 @@ use crate::verify::verify;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Returns change `n` of a fixed history: changes overlap in their pages, and none is zero (kind 0).
 fn change(n: u64) -> Change {
     let pages = (0..6u64).map(|i| (0usize, (n * 5 + i) % 20, 1 + (n + i) % 9)).collect();
     Change { blocks: vec![("ram", 20)], pages }

@@ -1,5 +1,16 @@
 //! The memory of a guest's previous boot: it becomes the retained cache, is shared with the VM's other disks, and is
 //! released.
+//!
+//! - The *block map* ([`crate::block_map`]) records which frame (page of the guest's memory) holds which block of the
+//!   disk.
+//! - The *retained cache* ([`crate::retained`]) is the previous boot's memory with its block map. The server reads
+//!   blocks from it instead of from the disk.
+//! - A *claim* is a file in which one disk's server marks the frames that it still needs. The retained caches of a VM's
+//!   disks are in the same memory, so a frame is released only when no claim has it.
+//! - *Discarded*: the cache serves no more blocks, and its memory is released in slices, between requests. *Dropped*:
+//!   the server deletes it immediately. Memory that a guest uses stays.
+//! - `record_all` ([`RebootCache::record_all`]) waits until all moved blocks are in the block map. Every function below
+//!   that takes, replaces or counts the map calls it first, so that no block is recorded in the wrong map.
 
 use super::{GuestMap, RebootCache};
 use crate::background::run_in_background;
@@ -16,7 +27,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Interval between updates of the retained cache.
+/// Interval between updates of how much of the retained cache must be released. A new guest allocates memory all the
+/// time.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The progress of the retained cache from its creation to its end.
@@ -62,7 +74,8 @@ impl RebootCache {
 
     /// Drops the retained cache if a QEMU has mapped memory in which no frame may be released.
     pub fn note_mapped(&mut self, memory: &Memory) {
-        // Releasing a frame would take it from the guest in that memory.
+        // Two cases: the cache of an ended guest is in this memory, so that a frame which is released would be taken
+        // from the guest in it; or the cache of a running guest (kexec) is in other memory, because that guest is gone.
         if let Some(retained) =
             self.retained.take_if(|retained| retained.is_in(memory) != retained.is_in_running_guest())
         {
@@ -77,6 +90,8 @@ impl RebootCache {
 
     /// Prepares to record the blocks of a guest in `memory`. Called when one of its queues starts.
     pub fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool) {
+        // The queues of another QEMU continue with a driver that had started before. Only a new start is the new
+        // kernel.
         if driver == DriverState::Started && std::mem::take(&mut self.state.is_reuse_announced) {
             self.start_reuse(buffers);
         }
@@ -94,6 +109,7 @@ impl RebootCache {
             Ok(retained) => {
                 // Of two previous kernels, the blocks of the older one are less useful.
                 if let Some(previous) = self.retained.replace(retained) {
+                    // To free the block map of the older cache takes time, and the guest waits for its queue.
                     run_in_background("retained", previous, drop);
                 }
                 (self.state.final_counts, self.state.created) = (None, Instant::now());
@@ -137,8 +153,8 @@ impl RebootCache {
         };
         self.record_all(buffers);
         let Some(GuestMap { blocks, memory }) = self.guest_map.take() else {
-            // The command is repeated by a process that finishes an interrupted operation: the disk was not used
-            // since.
+            // There is no block map: a process that finishes an interrupted operation repeats the command, and no guest
+            // has used the disk since the first time. Only the claim may be missing.
             let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
                 return Ok(0);
             };
@@ -166,8 +182,8 @@ impl RebootCache {
         retained.share(claims).map_err(|e| Refusal(format!("cannot read which memory the VM's other disks need: {e}")))
     }
 
-    /// Discards the retained cache while a guest runs. Its memory is released in slices, because the guest would wait
-    /// for more.
+    /// Discards the retained cache while a guest runs. Its memory is released in slices: the guest's requests wait
+    /// while the engine's thread releases memory.
     pub fn discard(&mut self) {
         (self.state.final_counts, self.state.is_reuse_announced) = (None, false);
         self.retained.iter_mut().for_each(RetainedCache::discard);
@@ -176,7 +192,8 @@ impl RebootCache {
     /// Discards all state of a previous guest.
     pub fn drop_all(&mut self, buffers: &mut BufferPool) {
         (self.state.final_counts, self.state.is_reuse_announced) = (None, false);
-        // The block map refers to that memory and keeps it mapped. The next guest may be waiting for the answer.
+        // To free memory is slow, and the next guest may be waiting for the answer: other threads free the memory of
+        // the cache, and unmap that of the block map.
         if let Some(retained) = self.retained.take() {
             run_in_background("retained", retained, drop);
         }

@@ -9,6 +9,7 @@ use crate::redo::log::SpaceLimit;
 use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use uuid::Uuid;
 
+/// A limit of the log that no test of an open disk reaches.
 const LIMIT: u64 = 1 << 30;
 
 /// Returns a disk with two epochs, of which the first is sealed, and a flushed write.

@@ -19,6 +19,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use uuid::Uuid;
 
+/// Sectors of the disk: 5 blocks of 4 KiB.
 pub const SECTORS: u64 = 40;
 /// Bytes of the disk.
 pub const BYTES: u64 = SECTORS * 512;
@@ -36,6 +37,7 @@ pub fn initial_image() -> Vec<u8> {
     bytes_of(&initial_content())
 }
 
+/// Fills each sector with its number: 64 times 8 bytes are 512.
 fn bytes_of(content: &[u64]) -> Vec<u8> {
     content.iter().flat_map(|value| value.to_le_bytes().repeat(64)).collect()
 }

@@ -1,4 +1,7 @@
 //! Damage to the segment of a sealed epoch: opening the log fails, and names the segment.
+//!
+//! An *epoch* is the time between two checkpoints, and a *segment* the file with its writes. An epoch is *sealed* when
+//! its writes are durable and listed in the segment.
 
 use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
@@ -10,10 +13,11 @@ use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::log::seal::CannotSeal;
 use crate::redo::recover::{DiskVersion, open};
 
+/// A limit of the log that no test reaches.
 const LIMIT: u64 = 1 << 30;
 
-/// Returns a disk with three epochs, of which the first and the second are sealed. Each epoch has two writes; in the
-/// first epoch one overwrites the other.
+/// Returns a disk with three epochs. The first and the second are sealed, and have four writes each, of which the
+/// second overwrites the first. The third epoch has one write.
 fn model() -> ProtectedDisk {
     let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     for _ in 0..2 {

@@ -1,5 +1,8 @@
 //! Takes checkpoints of a guest that is to be moved while it runs, until few pages are left for the final pause.
 //! Meanwhile the destination host starts a QEMU, and reads the data of the newest checkpoint that a load needs.
+//!
+//! The *source* is the host that the guest leaves, and the *destination* the host that it continues on. The *final
+//! pause* is the time between the stop of the guest on one and its start on the other.
 
 use super::unexpected;
 use crate::error::{CheckpointError, TrackingStartError};

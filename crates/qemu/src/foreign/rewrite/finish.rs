@@ -1,5 +1,11 @@
 //! The end of a rewrite: what several options give together, and checks that the command line describes the machine as
 //! it is now.
+//!
+//! A *foreign* machine is one that Rekindle did not start ([`crate::foreign`]). The rewrite turns its command line into
+//! arguments with which another QEMU can build it again. To *keep* an argument is to add it to these. To *refuse* one
+//! is to record an [`Obstacle`]: a reason why the machine cannot be built again. The *facts* are what QEMU reported
+//! about the machine by QMP. A *backend* is QEMU's object for a piece of the guest's memory, and a *chardev* its object
+//! for the other end of a serial port.
 
 use super::Rewriter;
 use crate::adopt::Obstacle;
@@ -9,10 +15,11 @@ use crate::foreign::MachineFacts;
 use crate::options::Options;
 use std::collections::BTreeSet;
 
-/// Keys of a device that is on a file descriptor.
+/// Keys of a device that is on a file descriptor, which QEMU inherited or was handed.
 const DESCRIPTOR_KEYS: [&str; 3] = ["fd", "vhostfd", "vhostfds"];
 
 impl Rewriter {
+    /// Completes the arguments, or returns everything that cannot be built again.
     pub(super) fn finish(mut self, facts: &MachineFacts) -> Result<ForeignMachine, Vec<Obstacle>> {
         self.finish_machine(facts);
         self.finish_memory(facts);
@@ -27,6 +34,7 @@ impl Rewriter {
             return Err(self.obstacles);
         }
         let Self { arguments, networks, console, .. } = self;
+        // `describe` adds the features of the CPU, which it gets from QMP.
         let (backends, cpu) = (facts.backends.clone(), Features::new());
         Ok(ForeignMachine { arguments, backends, networks, console, agent, cpu })
     }
@@ -37,6 +45,8 @@ impl Rewriter {
         if given.get("confidential-guest-support").is_some() {
             self.refuse("-machine confidential-guest-support", "the guest's memory is encrypted");
         }
+        // The machine type is pinned to its version, Rekindle sets the accelerator itself, and the other two are set
+        // below.
         given.remove(|key| ["type", "accel", "memory-backend", "suppress-vmdesc"].contains(&key));
         let mut pairs = vec![("type".into(), Some(facts.machine.clone()))];
         if let Options::Pairs(given) = given {
@@ -49,6 +59,7 @@ impl Rewriter {
         if self.has_nographic {
             machine.set("graphics", "off");
         }
+        // Otherwise QEMU appends a description in JSON to the saved state, and Rekindle's parser accepts none.
         machine.set("suppress-vmdesc", "on");
         self.keep("machine", Some(&machine.to_string()));
     }
@@ -74,6 +85,7 @@ impl Rewriter {
         }
         if !self.has_memory_size {
             let bytes: u64 = facts.backends.iter().map(|backend| backend.bytes).sum();
+            // The command line has no `-m`: the actual size is stated instead. `K` is KiB.
             self.keep("m", Some(&format!("{}K", bytes / 1024)));
         }
     }
@@ -126,6 +138,8 @@ impl Rewriter {
     fn check_references(&mut self) {
         let arguments = self.arguments.clone();
         for secret in std::mem::take(&mut self.secrets) {
+            // Any key may name a secret (`key-secret`, `password-secret`), so each argument with the word and the id is
+            // rejected.
             let needs_secret = |argument: &&String| argument.contains("secret") && argument.contains(&secret);
             if let Some(argument) = arguments.iter().find(needs_secret) {
                 let why =
@@ -144,6 +158,7 @@ impl Rewriter {
             let card = self.devices.iter().find(|device| device.get("netdev").as_ref() == Some(&network.id));
             let property = |key: &str| card.and_then(|card| card.get(key)).unwrap_or_default();
             network.mac = property("mac");
+            // Only a virtio card sends frames with headers, which only a tap understands.
             network.needs_tap &= property("driver").starts_with("virtio-net");
         }
     }
@@ -158,6 +173,7 @@ impl Rewriter {
         if !self.has_serial && !has_isa_serial {
             self.add_own_console();
         }
+        // `-nographic`, which is left out, would add this port.
         if self.has_nographic && !self.has_parallel {
             self.keep("parallel", Some("null"));
         }
@@ -174,6 +190,7 @@ impl Rewriter {
     fn keep_unconnected_chardevs(&mut self, agent: Option<&str>) {
         for id in std::mem::take(&mut self.chardevs) {
             if Some(id.as_str()) != agent && Some(&id) != self.console.as_ref() {
+                // In an option of QEMU, a comma in a value is written twice.
                 self.keep("chardev", Some(&format!("null,id={}", id.replace(',', ",,"))));
             }
         }

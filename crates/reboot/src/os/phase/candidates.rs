@@ -1,4 +1,5 @@
-//! The candidates of a VM: where they are stored, and whether they may be used.
+//! The candidates of a VM: where they are stored, and whether they may be used. A *candidate* is a boot snapshot: the
+//! state of the guest at a *phase* of an earlier boot ([`super`]).
 
 use super::SkippedCandidate;
 use crate::error::with_causes;

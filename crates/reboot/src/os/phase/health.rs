@@ -10,6 +10,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use std::time::Duration;
 
+/// How long the guest's service or agent may take to answer one probe.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Check by which a guest's health is detected.

@@ -1,4 +1,5 @@
-//! Saves one candidate: checks whether the phase may be saved, takes the snapshot, and replaces the previous candidate.
+//! Saves one candidate, the snapshot of a guest at a phase of its boot: checks whether the phase may be saved, takes
+//! the snapshot, and replaces the previous candidate.
 
 use super::candidates::{self, CandidateInfo, one_line};
 use rekindle_protect::candidate;

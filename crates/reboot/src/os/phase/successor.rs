@@ -36,6 +36,7 @@ use rekindle_vm::{disks, fault, network, phases, ram};
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
+/// How long QEMU, or the guest's agent, may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the previous guest's pager may take to detect that the guest has ended.
 const PAGER_TIMEOUT: Duration = Duration::from_secs(10);

@@ -12,7 +12,7 @@ use crate::types::Vm;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 
-/// Limit of frames that are queued for writing.
+/// Limit of frames (up to 1024 pages each) that are queued for writing.
 const MAX_QUEUED_FRAMES: usize = 4;
 /// Limit of digests in a request.
 const MAX_DIGESTS: u64 = 1 << 16;

@@ -340,12 +340,17 @@ fn the_documented_examples_are_right() {
     }
 }
 
+/// Generates a name for an id, a bridge, a namespace or a type. It has at most 13 characters, because the kernel
+/// permits 15 for a bridge.
 fn any_word() -> impl Strategy<Value = String> {
     "[a-z][a-z0-9_-]{0,12}"
 }
 
+/// Generates where a tap is connected: a bridge, or a network namespace with or without an address.
 fn any_tap_place() -> impl Strategy<Value = TapPlace> {
     let address = (any::<u32>(), 8u8..=30).prop_map(|(bits, prefix)| {
+        // An address in 10.0.0.0/8 with a random network. In its host part only the highest bit is set, so that it is
+        // neither the network's own address nor the broadcast address, which the parser rejects.
         let host = 1u32 << (31 - prefix);
         let ip = std::net::Ipv4Addr::from((bits & 0x00ff_ffff & !(u32::MAX >> prefix)) | 0x0a00_0000 | host);
         format!("{ip}/{prefix}").parse().unwrap()
@@ -356,6 +361,8 @@ fn any_tap_place() -> impl Strategy<Value = TapPlace> {
     ]
 }
 
+/// Generates a user network, and up to two taps. There is only one user network with at most one forward, so
+/// that no two forwards have the same port.
 fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     let forward = (any::<bool>(), 1u16.., 1u16..).prop_map(|(udp, port, guest_port)| Forward {
         protocol: if udp { Protocol::Udp } else { Protocol::Tcp },
@@ -365,6 +372,7 @@ fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     });
     let user =
         proptest::option::of(forward).prop_map(|forward| NetBackend::User { forward: forward.into_iter().collect() });
+    // The name is set below: it must differ from those of the other taps.
     let tap = any_tap_place().prop_map(|place| NetBackend::Tap { ifname: String::new(), place });
     let backends = (user, proptest::collection::vec(tap, 0..3));
     backends.prop_map(|(user, taps)| {
@@ -380,6 +388,8 @@ fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     })
 }
 
+/// Generates a disk whose options do not conflict: only a raw image can have a disk server, and only a disk with a
+/// server has `redo` and `attic_keep`.
 fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
     let cache = prop_oneof![
         Just(DiskCache::None),
@@ -392,6 +402,7 @@ fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
         move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
             let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
             let server = server && !qcow2;
+            // The server accepts only `none` and `writeback`.
             let cache = if server { DiskCache::None } else { cache };
             Disk {
                 id,
@@ -401,6 +412,7 @@ fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
                 cache,
                 serial,
                 server,
+                // The random rates also decide whether these two options are set.
                 redo: bps.filter(|_| server).map(|_| dir.clone()),
                 attic_keep: iops.filter(|_| server).map(|n| Span::from_millis(n.into())),
                 bps: bps.map(Bytes::new),
@@ -410,6 +422,7 @@ fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
     )
 }
 
+/// Generates a valid definition with one disk. `has_options` and `rng` decide about several keys each.
 fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
     let disk = any_disk(dir.clone());
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
@@ -426,9 +439,11 @@ fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
             accel,
             machine,
             cpu: format!("m{cpu}"),
+            // Any existing file will do for a path; a name is looked up in `PATH`.
             qemu: if has_options { dir.join("bzImage") } else { "qemu-kvm".into() },
             probe: has_options.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
             shutdown_timeout: Span::from_millis(millis),
+            // `phase` needs a phase that is saved, and `warm-cache` a disk with a server.
             on_reboot: match (disk.server, has_options, rng) {
                 (true, true, true) => OnReboot::Phase,
                 (true, true, false) => OnReboot::WarmCache,
@@ -436,6 +451,7 @@ fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
             },
             on_crash: if disk.server && vga { OnCrash::WarmCache } else { OnCrash::Leave },
             save_dir: has_options.then(|| dir.join("ram")),
+            // `-set` is an option of QEMU that takes a value and that Rekindle permits.
             qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
             ram: Ram { dir: has_options.then(|| dir.join("ram")), prealloc },
             boot: Some(Boot { kernel: dir.join("bzImage"), initrd: initrd.then(|| dir.join("initrd.img")), append }),
