@@ -381,7 +381,7 @@ fn the_space_of_overwritten_entries_is_used_again() {
     check(&mut guest, &versions, "overwritten");
     let blocks = File::open(log_directory(&disk).join("1.log")).unwrap().metadata().unwrap();
     let used = std::os::unix::fs::MetadataExt::blocks(&blocks) * 512;
-    assert!(used < 8 << 20, "{used}");
+    assert!(used < 2 << 20, "{used}");
     drop(guest);
     let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &versions, "after a restart");

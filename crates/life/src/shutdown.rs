@@ -189,7 +189,7 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let deadline = Instant::now() + OPERATION_END_TIMEOUT;
     while let Some(state) = State::read(rundir).map_err(failed)? {
         let acquired = OperationLock::acquire(rundir, "ending it");
-        let is_held = matches!(acquired, Err(LockError::LockedVm { .. }));
+        let is_held = matches!(acquired, Err(LockError::Held { .. }));
         // If the running operation is our own, this call is its end.
         let must_wait = is_held && !lock::is_ours(rundir);
         let is_late = Instant::now() >= deadline;

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 pub enum LockError {
     /// Another process holds the lock.
     #[error("VM {name} is busy: {holder}; wait for it to end, or end it")]
-    LockedVm {
+    Held {
         /// Name of the VM.
         name: String,
         /// Description of the process that holds the lock.
@@ -124,7 +124,7 @@ impl OperationLock {
     /// Locks the VM of `rundir` for `operation`, without waiting. The run directory must exist.
     ///
     /// # Errors
-    /// [`LockError::LockedVm`] with the holder; [`LockError::File`].
+    /// [`LockError::Held`] with the holder; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, operation: &str) -> Result<Self, LockError> {
         let path = rundir.file("lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -132,7 +132,7 @@ impl OperationLock {
             let mut file = open_lock_file(&path).map_err(failed)?;
             if !try_lock(&file).map_err(failed)? {
                 let (holder, operation) = describe_holder(&mut file);
-                return Err(LockError::LockedVm { name: rundir.name().into(), holder, operation });
+                return Err(LockError::Held { name: rundir.name().into(), holder, operation });
             }
             // The run directory may have been removed and recreated between the open and the lock. Then the lock is
             // on a file that no other process sees.
@@ -207,7 +207,7 @@ impl RunStateLock {
     /// Waits for the lock, at most for `patience`.
     ///
     /// # Errors
-    /// [`LockError::LockedVm`] when another process still holds it after `patience`; [`LockError::File`].
+    /// [`LockError::Held`] when another process still holds it after `patience`; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, patience: Duration) -> Result<Self, LockError> {
         let path = rundir.file("run-state.lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -216,7 +216,7 @@ impl RunStateLock {
         while !try_lock(&file).map_err(failed)? {
             if Instant::now() >= deadline {
                 let holder = "another process keeps its guest stopped, or a checkpoint of it does not end".into();
-                return Err(LockError::LockedVm { name: rundir.name().into(), holder, operation: None });
+                return Err(LockError::Held { name: rundir.name().into(), holder, operation: None });
             }
             thread::sleep(RUN_STATE_POLL_INTERVAL);
         }
@@ -273,7 +273,7 @@ mod tests {
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
         let first = RunStateLock::acquire(&rundir, Duration::ZERO).unwrap();
-        assert!(matches!(RunStateLock::acquire(&rundir, Duration::from_millis(1)), Err(LockError::LockedVm { .. })));
+        assert!(matches!(RunStateLock::acquire(&rundir, Duration::from_millis(1)), Err(LockError::Held { .. })));
         thread::scope(|scope| {
             let waiting = scope.spawn(|| RunStateLock::acquire(&rundir, Duration::from_secs(30)).map(drop));
             drop(first);

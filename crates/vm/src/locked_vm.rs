@@ -57,14 +57,14 @@ impl LockedVm {
         let started = Instant::now();
         loop {
             let (name, holder, their_operation) = match Self::lock(host, name, operation) {
-                Err(LifeError::Lock(LockError::LockedVm { name, holder, operation })) => (name, holder, operation),
+                Err(LifeError::Lock(LockError::Held { name, holder, operation })) => (name, holder, operation),
                 locked_or_failed => return locked_or_failed,
             };
             let patience = match their_operation.as_deref() {
                 Some(phases::SAVING) => save_timeout,
                 // The lock holder has not named its operation yet.
                 None => NAMING_TIMEOUT,
-                Some(_) => return Err(LockError::LockedVm { name, holder, operation: their_operation }.into()),
+                Some(_) => return Err(LockError::Held { name, holder, operation: their_operation }.into()),
             };
             if started.elapsed() > patience {
                 return Err(LockError::Late { name, holder, patience }.into());

@@ -179,7 +179,8 @@ class _Reader:
     def make_series(self, key: _SeriesKey, points: list[_Point], limits: dict[str, float]) -> Series:
         """Returns the values since the last boot, in the order of time."""
         by_time = sorted(points, key=lambda point: point.unix_s)
-        since_boot = [point for point in by_time if point.boot == by_time[-1].boot]
+        last_boot = by_time[-1].boot
+        since_boot = [point for point in by_time if point.boot == last_boot]
         for point, following in pairwise(since_boot):
             if point.unix_s == following.unix_s:
                 where = f"{key.host} {key.guest or ''}"

@@ -195,15 +195,17 @@ fn read_running_state(host: &Host, name: &str) -> Result<Option<State>, Vec<Prob
         }
         Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Silent | Status::Protected => {}
     }
-    let state = State::read(&rundir).map_err(unreadable)?;
-    if let Some(attached) = state.as_ref().and_then(|state| state.attached.as_ref()) {
+    let Some(state) = State::read(&rundir).map_err(unreadable)? else {
+        return prevented("it was stopped or removed a moment ago; run the command again".into());
+    };
+    if let Some(attached) = &state.attached {
         return prevented(format!(
             "it was adopted ({}) and cannot be carried over; detach it (rekindle detach {name}), then shut it down or \
              save it with the program that started it",
             attached.starter
         ));
     }
-    Ok(state)
+    Ok(Some(state))
 }
 
 /// Returns the problems that prevent a suspend of the VM by this method; empty if it is possible.
