@@ -1,4 +1,8 @@
-"""Computes the figures of warm-cache reboots from raw rows alone, so that a file can be analysed again."""
+"""Computes the figures of warm-cache reboots from raw rows alone, so that a file can be analysed again.
+
+A row is one measurement; `rows.Row` documents each column. `what` is the kind of access, `how` the way to reboot,
+`at` the index of the access: -2 and -1 before the reboot, 1 and 2 after it.
+"""
 
 import json
 
@@ -12,6 +16,12 @@ from .plan import LIMITS
 from .rows import WAYS
 
 WARM, COLD = "warm-cache", "cold"
+FIRST_READ_VS_COLD, FIRST_READ_VS_BEFORE = 8.7, 0.84
+"""Bars: least ratio of the rate of the first warm read to the first cold read, and to the last read before."""
+SLOWDOWN = 1.02
+"""Bar: greatest ratio of durations."""
+HELPER_BACK_MS = 200
+"""Bar: greatest time until a killed server serves again, in ms."""
 FIRST_S = 5
 """Seconds of a web server directly after a reboot whose rate counts."""
 STEADY_S = 10
@@ -59,19 +69,46 @@ def _first_read(frame: pd.DataFrame, findings: Findings) -> None:
         first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
         before = rate(where(of, how=WARM, at=-1))
         name = f"first_read_vs_cold{tail}"
-        findings.ratio(name, at_least(8.7), first, cold, "first read, warm", "first read, cold", False, "MB/s")
+        findings.ratio(
+            name,
+            at_least(FIRST_READ_VS_COLD),
+            first,
+            cold,
+            "first read, warm",
+            "first read, cold",
+            of_peer=False,
+            unit="MB/s",
+        )
         name = f"first_read_vs_before{tail}"
-        findings.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
+        findings.ratio(
+            name,
+            at_least(FIRST_READ_VS_BEFORE),
+            first,
+            before,
+            "first read, warm",
+            "last read before",
+            of_peer=False,
+            unit="MB/s",
+        )
 
 
 def _runs(frame: pd.DataFrame, findings: Findings) -> None:
     warm = where(frame, case="tpch", how=WARM)
     after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
-    findings.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
+    findings.ratio(
+        "tpch_after_vs_before",
+        Bar(SLOWDOWN),
+        after,
+        before,
+        "first run, warm",
+        "last run before",
+        of_peer=False,
+        unit="s",
+    )
     floor = [float(us) / 1e6 for us in where(frame, case="tpch", how="cold-read", at=1)["us"]]
     if floor:
         words = ("first run, warm", "first run, all read beforehand")
-        findings.ratio("tpch_after_vs_floor", Bar(1.02), after, floor, *words, of_peer=False, unit="s")
+        findings.ratio("tpch_after_vs_floor", Bar(SLOWDOWN), after, floor, *words, of_peer=False, unit="s")
 
 
 def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
@@ -97,7 +134,7 @@ def _map(frame: pd.DataFrame, findings: Findings) -> None:
     for what, name in names.items():
         rows = where(frame, case="map", what=what)
         ours, peer = ([float(us) / 1e6 for us in where(rows, how=how)["us"]] for how in ("map", "no-map"))
-        findings.ratio(name, Bar(1.02), ours, peer, "with the map", "without", False, "s")
+        findings.ratio(name, Bar(SLOWDOWN), ours, peer, "with the map", "without", of_peer=False, unit="s")
 
 
 def _cost_us(rows: pd.DataFrame) -> float | None:
@@ -157,7 +194,7 @@ def _helper(frame: pd.DataFrame, findings: Findings) -> None:
         findings.report_missing("helper_back")
         return
     extra = {"worst": max(kills)}
-    findings.add_sample("helper_back", "ms", kills, Bar(200), extra=extra)
+    findings.add_sample("helper_back", "ms", kills, Bar(HELPER_BACK_MS), extra=extra)
     wrong = float(errors.sum())
     findings.add(Figure("helper_back_errors", wrong, "errors", len(kills), wrong, Bar(0), findings.raw))
 
