@@ -80,6 +80,9 @@ class Topic:
         task.build_images(*self.images)
         raw = task.out / run.raw_name(self.name)
         is_resumed = self.can_resume and bool(os.environ.get("RESUME")) and raw.exists()
+        if self.throughput and not is_resumed:
+            # A run that fails early must not be drawn with the records of an earlier one.
+            (task.out / self.throughput.file).unlink(missing_ok=True)
         with run.recorded(self.name, self.rows.Row, task, self.plans.left_out, append=is_resumed) as current:
             setup = Setup(task.root, task.binary, task.qemu, current.rows, cache(), task.plan)
             with self.environment(setup) as current.environment:
