@@ -107,7 +107,7 @@ fn process_with_lock(path: &Path) -> Option<Process> {
     flock_holder(path).ok().flatten().and_then(|pid| Process::of(pid).ok())
 }
 
-/// The lock of a VM. LockedVm until dropped, or until the process ends: the kernel then releases it.
+/// The lock of a VM. Held until dropped, or until the process ends: the kernel then releases it.
 #[derive(Debug)]
 pub struct OperationLock {
     file: File,

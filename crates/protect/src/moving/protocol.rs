@@ -37,7 +37,8 @@ pub(super) enum Message {
     /// [`Answer::Failed`].
     Go(Go),
     /// Queries a VM's status. Sent instead of [`Message::Hello`], and answered by [`Answer::Found`].
-    ControlCommand { version: u32, name: Name },
+    #[serde(rename = "ask")]
+    QueryStatus { version: u32, name: Name },
 }
 
 /// The description of a VM that is to be moved.
@@ -150,6 +151,9 @@ mod tests {
             serde_json::to_string(&failed).unwrap(),
             r#"{"failed":{"why":"no room","begun":false,"claimed":8}}"#
         );
+        let query = Message::QueryStatus { version: 2, name: "web".parse().unwrap() };
+        assert_eq!(line(&query), r#"{"ask":{"version":2,"name":"web"}}"#);
+        assert_eq!(line(&Message::ReadNewest {}), r#"{"look":{}}"#);
         assert!(serde_json::from_str::<Message>(r#"{"jump":{}}"#).is_err());
     }
 }

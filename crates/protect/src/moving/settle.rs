@@ -126,7 +126,7 @@ pub(super) fn remove_here(host: &Host, held: &LockedVm, mut journal: Journal) ->
 /// Queries the other host for the VM's status. Also returns whether the guest runs on it.
 pub(super) fn remote_status(remote: &RemoteHost, name: &Name) -> (bool, String) {
     let answer = remote.connect().and_then(|mut connection| {
-        connection.ask(&Message::ControlCommand { version: VERSION, name: name.clone() }, STATUS_TIMEOUT)
+        connection.ask(&Message::QueryStatus { version: VERSION, name: name.clone() }, STATUS_TIMEOUT)
     });
     match answer {
         Ok(Answer::Found { runs, status }) => (runs, status),

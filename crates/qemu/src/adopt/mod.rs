@@ -159,7 +159,7 @@ pub fn adopt_connected(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, 
 
 /// Finds the process of the QEMU that answers, and proves by the threads of its virtual CPUs that it is the one.
 fn find_process(qmp: &mut Qmp, socket: Option<&Path>) -> Result<Process, AdoptError> {
-    // ControlCommand the kernel which process listens before sending anything to a process that may not be a QEMU.
+    // Ask the kernel which process listens before sending anything to a process that may not be a QEMU.
     let listener = socket.map(|socket| peer::find_by_socket(qmp, socket)).transpose()?;
     let threads = cpu_threads(qmp)?;
     let process = match listener {

@@ -55,11 +55,11 @@ pub fn receive(
     let hello = match source.read_message(TIMEOUTS.hello)? {
         None => return Ok(()),
         Some(Ok(Message::Hello(hello))) if hello.version == VERSION => hello,
-        Some(Ok(Message::ControlCommand { version: VERSION, name })) => {
+        Some(Ok(Message::QueryStatus { version: VERSION, name })) => {
             source.send(&vm_status(host, &name));
             return Ok(());
         }
-        Some(Ok(Message::Hello(_) | Message::ControlCommand { .. })) => {
+        Some(Ok(Message::Hello(_) | Message::QueryStatus { .. })) => {
             return source.reject(format!(
                 "it has version {VERSION} of the protocol for moves; use the same Rekindle on both hosts"
             ));
