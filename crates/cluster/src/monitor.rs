@@ -39,7 +39,8 @@ const CHECKPOINTS_PER_HELD_ANSWER: u32 = 4;
 /// How long a guest that has reset itself or has panicked may wait for its reboot before it counts as ended. `rekindle
 /// watch` takes the VM's lock as soon as it notices the end of the guest.
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(3);
-/// After this many intervals without a checkpoint, and at least [`MIN_ALLOWED_AGE`], the guest counts as not protected.
+/// After this many intervals without a checkpoint, and at least [`MIN_AGE_OF_UNPROTECTED`], the guest counts as not
+/// protected.
 const MAX_MISSED_INTERVALS: u32 = 10;
 /// Lower limit for short checkpoint intervals: a store may be unreachable this long before it is reported.
 const MIN_AGE_OF_UNPROTECTED: Duration = Duration::from_secs(60);

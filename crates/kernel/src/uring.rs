@@ -55,9 +55,9 @@ impl Buffer {
         Self { start, len: bytes, allocation: Allocation::Own(layout) }
     }
 
-    /// Allocates two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up
-    /// such a buffer as one piece rather than as 256 pages, and describes it to a device as one piece. A device that
-    /// accepts fewer than 256 pieces per request (loop: 128) gets the buffer in one request.
+    /// Allocates two zeroed buffers of [`HALF_HUGE_PAGE_BYTES`] bytes in one huge page, where the kernel has one. The
+    /// kernel looks up such a buffer as one piece rather than as 256 pages, and describes it to a device as one piece.
+    /// A device that accepts fewer than 256 pieces per request (loop: 128) gets the buffer in one request.
     #[must_use]
     pub fn pair() -> [Self; 2] {
         let mut page = Large::new();

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 
 /// File in the run directory. It exists while the guest is expected to become healthy.
 const EXPECTED_FILE: &str = "phase.expected";
-/// Operation of the process that saves a phase, as [`crate::lock::holder`] returns it.
+/// Operation of the process that saves a phase, as [`crate::lock::running_operation`] returns it.
 pub const SAVING: &str = "saving a phase";
 
 /// One disk at the moment of a boot snapshot.

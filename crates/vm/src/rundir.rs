@@ -59,10 +59,10 @@ impl RunDir {
     }
 
     /// Returns the features of the QEMU at `path`, from the answers cached for all VMs of this host, or queried now:
-    /// see [`Binary::known`].
+    /// see [`Binary::probe_cached`].
     ///
     /// # Errors
-    /// As [`Binary::known`].
+    /// As [`Binary::probe_cached`].
     pub fn binary(&self, path: &Path) -> Result<Binary, BinaryError> {
         Binary::probe_cached(path, &self.path.with_file_name(BINARY_CACHE))
     }

@@ -144,7 +144,7 @@ pub struct Disk {
     pub cache: String,
     /// Serial number that the guest sees.
     pub serial: Option<String>,
-    /// Whether a disk server serves it (vhost-user); its socket is [`Directory::disk`].
+    /// Whether a disk server serves it (vhost-user); its socket is [`Directory::disk`](super::Directory::disk).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
     /// Directory of the redo log, which the disk server makes. None: next to the image.
