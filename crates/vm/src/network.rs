@@ -202,7 +202,7 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
         if let TapPlace::Netns { netns: namespace, .. } = place {
             make_namespace(host, namespace)?;
         }
-        let fd = in_namespace(tap, &tap.ifname, tap::open)?;
+        let fd = on_released(tap, tap::open)?;
         connect(tap, place)?;
         fds.push((fd, Tap::fd(index)));
     }
@@ -286,21 +286,26 @@ pub fn captures(hardware: &Hardware) -> Result<Vec<Capture>, NetworkError> {
 /// # Errors
 /// [`NetworkError::Tap`], when a tap is missing or in use.
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
-    hardware.taps().map(|(index, tap)| Ok((open_released(tap)?, Tap::fd(index)))).collect()
+    hardware.taps().map(|(index, tap)| Ok((on_released(tap, tap::open)?, Tap::fd(index)))).collect()
 }
 
-/// Opens the tap of a QEMU that has ended. If the QEMU used io_uring, the kernel closes the tap in the background, a moment
-/// after the process has ended.
-fn open_released(tap: &Tap) -> Result<OwnedFd, NetworkError> {
+/// Works on a tap whose QEMU may have ended a moment ago. If the QEMU used io_uring, as it does since 10.2, the kernel
+/// closes the tap in the background after the process has ended, and the tap is busy until then.
+fn on_released<T: Send + 'static>(tap: &Tap, work: fn(&str) -> io::Result<T>) -> Result<T, NetworkError> {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
+    let busy = |e: &NetworkError| {
+        matches!(e, NetworkError::Tap { source, .. } if source.kind() == io::ErrorKind::ResourceBusy)
+            && Instant::now() < deadline
+    };
+    repeat_while(busy, || in_namespace(tap, &tap.ifname, work))
+}
+
+/// Calls `attempt` until it succeeds, or fails with an error that is not `temporary`.
+fn repeat_while<T, E>(temporary: impl Fn(&E) -> bool, mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     loop {
-        match in_namespace(tap, &tap.ifname, tap::open) {
-            Err(NetworkError::Tap { source, .. })
-                if source.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline =>
-            {
-                thread::sleep(RELEASE_POLL_INTERVAL);
-            }
-            opened => return opened,
+        match attempt() {
+            Err(e) if temporary(&e) => thread::sleep(RELEASE_POLL_INTERVAL),
+            result => return result,
         }
     }
 }
@@ -325,7 +330,7 @@ pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
         let is_namespace_gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
         if !is_namespace_gone {
-            in_namespace(tap, &tap.ifname, tap::remove)?;
+            on_released(tap, tap::remove)?;
         }
         if let Some(namespace) = &tap.netns {
             release_namespace(host, namespace, &hardware.name)?;
@@ -376,4 +381,18 @@ fn release_namespace(host: &Host, namespace: &str, vm_name: &str) -> Result<(), 
     }
     let _ = fs::remove_file(marker);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_temporary_error_is_waited_for_and_another_is_not() {
+        let mut answers = vec![Err("in use"), Ok(()), Err("busy"), Err("busy")];
+        let is_busy = |e: &&str| *e == "busy";
+        assert_eq!(repeat_while(is_busy, || answers.pop().unwrap()), Ok(()));
+        assert_eq!(repeat_while(is_busy, || answers.pop().unwrap()), Err("in use"));
+        assert!(answers.is_empty(), "each attempt was made once");
+    }
 }
