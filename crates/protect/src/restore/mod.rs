@@ -31,8 +31,8 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::{Disk, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_store::StoreUrl;
 use rekindle_store::remote::{Identity, SpareConnections};
+use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::host::Host;
@@ -131,6 +131,9 @@ pub(crate) fn restore_in(
     loop {
         match attempt(host, name, request, &mut primed, started) {
             Err(RestoreError::Changed { .. }) if attempts < MAX_ATTEMPTS => {}
+            // The previous owner still commits, and has dropped the checkpoint that was the newest a moment ago.
+            Err(RestoreError::Store(StoreError::NoSuchCheckpoint { .. }))
+                if request.at.is_none() && attempts < MAX_ATTEMPTS => {}
             // The prepared QEMU had already been given the state.
             Err(e @ RestoreError::Newer { .. }) if attempts < MAX_ATTEMPTS => used_up_reason = Some(e.to_string()),
             Ok(restored) => {

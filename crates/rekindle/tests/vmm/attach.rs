@@ -180,9 +180,11 @@ fn a_card_on_a_tap_gets_what_the_definition_has() {
     let definition = lab.path("here.toml");
     let port = foreign.qemu.port();
     let (kernel, _) = lab.image();
+    let qemu = qemu_new();
     let write_definition = |second_net: &str| {
         let first_net = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
-        let text = format!("name = \"tapped\"\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n{first_net}{second_net}");
+        let machine = format!("name = \"tapped\"\nqemu = {qemu:?}\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n");
+        let text = machine + &first_net + second_net;
         fs::write(&definition, text).unwrap();
     };
     let with_definition = [&arguments[..], &["--definition", definition.to_str().unwrap()]].concat();
