@@ -20,6 +20,8 @@
 //! | [`report`] | rate-limited warnings |
 //! | [`block`], [`digest`], [`block_map`] | which frame holds which block, and its digest |
 //! | [`redo`] | the redo log of a protected VM's disk |
+//! | [`slots`] | a small durable record in a file of two slots |
+//! | [`overlay`] | the epochs of a disk that QEMU itself serves: one overlay file for each |
 //! | [`keeper`] | requests about the epochs of a served disk, and the background work on its redo log |
 //! | [`ledger`] | the blocks that a guest has read or written until a moment, and whether they were written since |
 //! | `background` | slow work that no thread waits for |
@@ -46,6 +48,7 @@ pub mod ledger;
 pub mod limit;
 pub mod memory;
 pub mod missing_pages;
+pub mod overlay;
 pub mod redo;
 pub mod report;
 pub mod request;
@@ -53,3 +56,4 @@ pub mod retained;
 pub mod served_disk;
 pub mod server;
 pub mod session;
+pub mod slots;

@@ -31,6 +31,7 @@
 //! |---|---|
 //! | [`guest`] | stopping and resuming the guest |
 //! | [`stopped`] | proof that the guest is stopped |
+//! | [`block`] | overlays on the guest's disks, made and merged by QEMU |
 //! | [`hold`] | the guest's network output, held until it is released |
 //! | [`ramblock`] | where QEMU's RAM blocks are |
 //! | [`rings`] | where the rings of the virtio devices are |
@@ -48,6 +49,7 @@
 pub mod adopt;
 pub mod agent;
 pub mod binary;
+pub mod block;
 pub mod command;
 pub mod cpu;
 pub mod devices;

@@ -3,14 +3,13 @@
 //! A *segment* is the file with the writes of one *epoch*, the time between two checkpoints. The state file records
 //! which epochs are sealed (durable) and merged (copied to the image).
 
-use super::epoch_state::{
-    CHECKSUM_BYTES, CountedState, EpochRange, EpochState, FORMAT, MAGIC, newest_slot, write_slot,
-};
+use super::epoch_state::{CountedState, EpochRange, EpochState, FORMAT};
 use super::error::RedoError;
 use super::files::{FileStart, LogFile, LogFiles};
 use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
+use crate::slots::{CHECKSUM_BYTES, SlotRecord, newest_slot, slot_offset, write_slot};
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
@@ -30,7 +29,8 @@ fn is_file_of_log(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
     let has_only_zeros = *length == bytes.len() as u64 && is_zero(bytes);
     if name == STATE_NAME {
         let is_slot = |slot: &[u8]| {
-            slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE_BYTES as usize - CHECKSUM_BYTES).unwrap_or(slot))
+            slot.starts_with(EpochState::MAGIC)
+                || is_zero(slot.get(..PAGE_BYTES as usize - CHECKSUM_BYTES).unwrap_or(slot))
         };
         return *length <= STATE_BYTES && bytes.chunks(PAGE_BYTES as usize).all(is_slot);
     }
@@ -121,7 +121,7 @@ impl<D: LogFiles> LogDirectory<D> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             peeked => peeked.map_err(failed("reading its state"))?,
         };
-        let newest = slots.as_ref().map_or(Ok(None), |slots| newest_slot(&slots.bytes));
+        let newest = slots.as_ref().map_or(Ok(None), |slots| newest_slot::<EpochState>(&slots.bytes));
         let newer_format = |found| RedoError::NewerFormat { path: files.path().to_owned(), found };
         match newest.map_err(newer_format)? {
             None if has_segments => return Err(RedoError::DamagedState { path: files.path().to_owned() }),
@@ -199,7 +199,7 @@ impl<D: LogFiles> LogDirectory<D> {
     fn write_state(&mut self, state: EpochState) -> Result<(), RedoError> {
         let count = self.count + 1;
         let written = write_slot(&state, count).and_then(|page| {
-            self.state_file.write_at(page.get(..PAGE_BYTES as usize).unwrap_or_default(), count % 2 * PAGE_BYTES)?;
+            self.state_file.write_at(page.get(..PAGE_BYTES as usize).unwrap_or_default(), slot_offset(count))?;
             self.state_file.sync()
         });
         written.map_err(RedoError::io(self.files.path(), "writing its state"))?;

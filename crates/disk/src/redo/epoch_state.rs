@@ -3,20 +3,12 @@
 //! An *epoch* is the time between two checkpoints. It is *sealed* when its writes are durable in the log, and *merged*
 //! when they are in the image.
 
-use super::format::PAGE_BYTES;
-use rekindle_kernel::uring::Buffer;
+use crate::slots::{Counted, SlotRecord, fits_into_slot};
 use serde::{Deserialize, Serialize};
-use std::io;
 use uuid::Uuid;
-use xxhash_rust::xxh3::xxh3_128;
 
 /// Version of the state. Format 1 has neither `image` nor `segments`, and can still be read.
 pub const FORMAT: u32 = 2;
-pub(super) const MAGIC: &[u8; 8] = b"RKREDOST";
-/// Bytes of the checksum at the end of a slot.
-pub(super) const CHECKSUM_BYTES: usize = 16;
-/// Bytes of a slot around the JSON text: magic, count, length and checksum.
-const OVERHEAD_BYTES: usize = 8 + 8 + 4 + CHECKSUM_BYTES;
 
 /// The durable state of a disk's epochs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,17 +64,12 @@ impl From<EpochRange> for (u64, u64) {
     }
 }
 
-/// A state, and its count: the newer of two slots has the higher count.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct CountedState {
-    pub count: u64,
-    pub state: EpochState,
-}
+/// A state, and its count.
+pub(crate) type CountedState = Counted<EpochState>;
 
-/// The format field alone, to report the format of a newer version.
-#[derive(Deserialize)]
-struct Format {
-    format: u32,
+impl SlotRecord for EpochState {
+    const MAGIC: &'static [u8; 8] = b"RKREDOST";
+    const FORMAT: u32 = FORMAT;
 }
 
 impl EpochState {
@@ -119,67 +106,16 @@ impl EpochState {
         let (merged, dead) = (self.merged, &self.dead);
         let is_dead = |range: &EpochRange| dead.iter().any(|dead| dead.first <= range.first && range.last <= dead.last);
         self.segments.retain(|range| range.last > merged && !is_dead(range));
-        if self.fits_into_slot() {
+        if fits_into_slot(self) {
             return None;
         }
         self.segments.sort_unstable();
         let first = self.segments.first()?.first;
         let mut dropped = None;
-        while !self.fits_into_slot() && !self.segments.is_empty() {
+        while !fits_into_slot(self) && !self.segments.is_empty() {
             dropped = Some(EpochRange { first, last: self.segments.remove(0).last });
         }
         dropped
-    }
-
-    fn fits_into_slot(&self) -> bool {
-        serde_json::to_vec(self).is_ok_and(|json| json.len() + OVERHEAD_BYTES <= PAGE_BYTES as usize)
-    }
-}
-
-/// Returns the content of a slot with this state.
-pub(super) fn write_slot(state: &EpochState, count: u64) -> io::Result<Buffer> {
-    let json = serde_json::to_vec(state)?;
-    let mut page = Buffer::new(PAGE_BYTES as usize);
-    if json.len() + OVERHEAD_BYTES > page.len() {
-        return Err(io::Error::other("it does not fit into its slot"));
-    }
-    let length = (json.len() as u32).to_le_bytes();
-    let content = [&MAGIC[..], &count.to_le_bytes(), &length, &json].concat();
-    page.iter_mut().zip(content).for_each(|(target, byte)| *target = byte);
-    let (body, sum) = page.split_at_mut(PAGE_BYTES as usize - CHECKSUM_BYTES);
-    sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
-    Ok(page)
-}
-
-/// Returns the state in a slot, if the slot is valid.
-fn read_slot(page: &[u8]) -> Option<CountedState> {
-    let (count, json) = read_json(page)?;
-    Some(CountedState { count, state: serde_json::from_slice(json).ok()? })
-}
-
-/// Returns the count and the JSON text of a slot, if its checksum is valid.
-fn read_json(page: &[u8]) -> Option<(u64, &[u8])> {
-    let (body, sum) = page.get(..PAGE_BYTES as usize)?.split_at(PAGE_BYTES as usize - CHECKSUM_BYTES);
-    let after_magic = body.strip_prefix(MAGIC)?;
-    if xxh3_128(body).to_le_bytes() != sum {
-        return None;
-    }
-    let (count, after_count) = after_magic.split_first_chunk::<8>()?;
-    let (length, after_length) = after_count.split_first_chunk::<4>()?;
-    let json = after_length.get(..u32::from_le_bytes(*length) as usize)?;
-    Some((u64::from_le_bytes(*count), json))
-}
-
-/// Returns the newest valid state in a state file.
-///
-/// # Errors
-/// The format, if a newer version wrote the newest slot. The older state must not be used then.
-pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<CountedState>, u32> {
-    let slots = || bytes.chunks(PAGE_BYTES as usize);
-    let formats = slots().filter_map(read_json).filter_map(|(_, json)| serde_json::from_slice::<Format>(json).ok());
-    match formats.map(|Format { format }| format).max() {
-        Some(format) if format > FORMAT => Err(format),
-        _ => Ok(slots().filter_map(read_slot).max_by_key(|slot| slot.count)),
     }
 }
 
@@ -187,6 +123,9 @@ pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<CountedState>, u32> {
 #[allow(clippy::unwrap_used, reason = "tests")]
 pub(super) mod tests {
     use super::*;
+    use crate::redo::format::PAGE_BYTES;
+    use crate::slots::{CHECKSUM_BYTES, newest_slot, read_slot, write_slot};
+    use xxhash_rust::xxh3::xxh3_128;
 
     pub(in crate::redo) fn ranges<const N: usize>(ranges: [(u64, u64); N]) -> Vec<EpochRange> {
         ranges.into_iter().map(EpochRange::from).collect()
@@ -204,15 +143,17 @@ pub(super) mod tests {
         for at in (0..64).chain([200, 4079, 4080, 4095]) {
             let mut changed = page.to_vec();
             changed[at] ^= 1;
-            assert_eq!(read_slot(&changed), None, "byte {at}");
+            assert_eq!(read_slot::<EpochState>(&changed), None, "byte {at}");
         }
-        assert_eq!(read_slot(&page[..4095]), None);
+        assert_eq!(read_slot::<EpochState>(&page[..4095]), None);
     }
 
     /// Returns a slot with JSON text of an earlier or later version.
     pub(in crate::redo) fn slot(json: &str, count: u64) -> Vec<u8> {
         let mut page = vec![0; PAGE_BYTES as usize];
-        let content = [&MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()].concat();
+        let content =
+            [&EpochState::MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()]
+                .concat();
         page[..content.len()].copy_from_slice(&content);
         let (body, sum) = page.split_at_mut(PAGE_BYTES as usize - CHECKSUM_BYTES);
         sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
@@ -229,7 +170,7 @@ pub(super) mod tests {
         assert_eq!(state.sealed_segments().count(), 0);
         // The same result if the other slot has a readable state, because that state is older.
         let later = slot(r#"{"format":3,"more":true}"#, 5);
-        assert_eq!(newest_slot(&[slot(&old, 4), later].concat()), Err(3));
+        assert_eq!(newest_slot::<EpochState>(&[slot(&old, 4), later].concat()), Err(3));
     }
 
     #[test]

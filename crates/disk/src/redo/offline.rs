@@ -3,13 +3,14 @@
 //! The *redo log* has the writes of a protected guest that are not in the image yet. To *merge* is to copy them there.
 //! They are divided into *epochs*, one for each time between two checkpoints (`docs/disk-epochs.md`).
 
-use super::epoch_state::{CountedState, EpochState, newest_slot};
+use super::epoch_state::{CountedState, EpochState};
 use super::error::RedoError;
 use super::files::{LocalFile, LocalFiles, Synced};
 use super::format::{segment_epoch, segment_name};
 use super::merge::{MergeTarget, merge};
 use super::recover::{self, DiskVersion, RecoveredLog, scan, sealed_content};
 use crate::image::{Image, ImageError, OpenMode};
+use crate::slots::newest_slot;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File};

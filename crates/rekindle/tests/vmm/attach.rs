@@ -522,8 +522,8 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let guest = lab.vm("dom").net(Net::User(port)).guest();
     let definition = lab.path("here.toml");
     let text = format!(
-        "name = \"dom\"\nmemory = \"192M\"\naccel = \"tcg\"\n[boot]\nkernel = \"{kernel}\"\n[[net]]\nkind = \"user\"\n\
-         forward = [\"127.0.0.1:{port}:7000\"]\n"
+        "name = \"dom\"\nqemu = \"{emulator}\"\nmemory = \"192M\"\naccel = \"tcg\"\n[boot]\nkernel = \"{kernel}\"\n\
+         [[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n"
     );
     fs::write(&definition, text).unwrap();
     let with_definition = ["--definition", definition.to_str().unwrap()];

@@ -1,7 +1,7 @@
 //! Files in memory, of which each operation is a step of the model.
 
 use crate::redo::files::{FileStart, LogFile, LogFiles};
-use crate::redo::tests::files::{CrashDisk, CrashFile};
+use rekindle_testing::crash_disk::{CrashDisk, CrashFile};
 use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::io;
 use std::path::Path;

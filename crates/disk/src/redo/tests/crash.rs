@@ -1,7 +1,6 @@
 //! Kills and power losses at every step of many histories. The newest disk has every flushed write. Each sealed epoch
 //! can be opened with its content until a newer epoch is committed.
 
-use super::files::{CrashDisk, Fate, Step};
 use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, initial_content, initial_image, unwritten};
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
@@ -9,6 +8,7 @@ use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRng, TestRunner};
+use rekindle_testing::crash_disk::{CrashDisk, Fate, PowerFailure, Step, power_failures};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use uuid::Uuid;
@@ -262,14 +262,9 @@ fn killed_at_every_step() {
 fn power_lost_at_every_step() {
     for history in random_histories(6, 36) {
         for count in 0..=history.steps.len() {
-            let volatile = CrashDisk::volatile(&history.steps, count);
-            let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
-            history.check(count, &all_lost, true, "all lost");
-            for step in &volatile {
-                history.check(count, &BTreeMap::from([(*step, Fate::Lost)]), false, &format!("step {step} lost"));
-                let mut kept = all_lost.clone();
-                kept.remove(step);
-                history.check(count, &kept, false, &format!("only step {step} kept"));
+            for (index, PowerFailure { fates, description }) in power_failures(&history.steps, count).iter().enumerate()
+            {
+                history.check(count, fates, index == 0, description);
             }
         }
     }

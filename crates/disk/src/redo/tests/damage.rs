@@ -1,12 +1,12 @@
 //! Logs that are damaged or full, belong to another disk, or cannot be written.
 
-use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
 use crate::redo::directory::LogDirectory;
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
 use crate::redo::log::SpaceLimit;
 use crate::redo::recover::{DiskVersion, RecoveredLog, open};
+use rekindle_testing::crash_disk::CrashDisk;
 use uuid::Uuid;
 
 /// A limit of the log that no test of an open disk reaches.

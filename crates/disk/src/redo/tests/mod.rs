@@ -4,6 +4,6 @@
 
 mod crash;
 mod damage;
-pub(crate) mod files;
+mod files;
 mod model;
 mod sealed;

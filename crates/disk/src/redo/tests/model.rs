@@ -1,11 +1,10 @@
 //! A guest, its log, and the guarantees for its disk. The steps are those of the engine and the keeper, on a disk in
 //! memory.
 
-use super::files::{CrashDisk, CrashFile};
 use crate::image::Durability;
 use crate::redo::directory::LogDirectory;
 use crate::redo::error::RedoError;
-use crate::redo::files::{LogFile, Synced, read_unaligned};
+use crate::redo::files::{Synced, read_unaligned};
 use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::index::{LocatedPiece, Source};
 use crate::redo::log::seal::SealRecord;
@@ -13,6 +12,7 @@ use crate::redo::log::{Log, LogEntry, ReclaimedSpace, SpaceLimit, SyncOutcome};
 use crate::redo::merge::{MergeTarget, merge};
 use crate::redo::recover::{self, DiskVersion, RecoveredLog};
 use rekindle_kernel::uring::Buffer;
+use rekindle_testing::crash_disk::{CrashDisk, CrashFile};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;

@@ -3,15 +3,15 @@
 //! An *epoch* is the time between two checkpoints, and a *segment* the file with its writes. An epoch is *sealed* when
 //! its writes are durable and listed in the segment.
 
-use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
 use crate::redo::directory::LogDirectory;
 use crate::redo::epoch_state::tests::{ranges, slot};
-use crate::redo::epoch_state::{EpochRange, FORMAT, newest_slot};
-use crate::redo::files::LogFiles;
+use crate::redo::epoch_state::{EpochRange, EpochState, FORMAT};
 use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::log::seal::CannotSeal;
 use crate::redo::recover::{DiskVersion, open};
+use crate::slots::newest_slot;
+use rekindle_testing::crash_disk::CrashDisk;
 
 /// A limit of the log that no test reaches.
 const LIMIT: u64 = 1 << 30;
@@ -199,7 +199,8 @@ fn an_earlier_version_finds_no_older_state_of_a_changed_log() {
     model.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.floor = 1).unwrap();
     let mut formats = Vec::new();
     model.disk.change("state", |bytes| {
-        let states = bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot(slot).unwrap().unwrap().state);
+        let states =
+            bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot::<EpochState>(slot).unwrap().unwrap().state);
         formats = states.map(|state| (state.format, state.floor)).collect();
     });
     formats.sort_unstable();
@@ -216,7 +217,8 @@ fn a_failed_change_of_format_is_repeated_for_both_slots() {
         log_dir.record(|state| state.floor = 1).unwrap_err();
         log_dir.record(|state| state.floor = 1).unwrap();
         model.disk.change("state", |bytes| {
-            let states = bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot(slot).unwrap().unwrap().state);
+            let states =
+                bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot::<EpochState>(slot).unwrap().unwrap().state);
             assert_eq!(states.map(|state| state.format).collect::<Vec<_>>(), [FORMAT, FORMAT], "step {after} fails");
         });
     }

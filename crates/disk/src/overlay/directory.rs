@@ -1,0 +1,234 @@
+//! The directory of a disk's overlays: the state file, and one qcow2 file for each epoch.
+//!
+//! One process at a time has the directory claimed. The files are created and removed here; their content is QEMU's.
+
+use super::OverlayError;
+use super::state::{FIRST_EPOCH, OverlayState};
+use crate::redo::files::{LogFile, LogFiles};
+use crate::slots::{Counted, SLOT_BYTES, newest_slot, slot_offset, write_slot};
+use rekindle_kernel::uring::Buffer;
+use std::io;
+use std::path::PathBuf;
+
+const STATE_NAME: &str = "state";
+const STATE_BYTES: u64 = 2 * SLOT_BYTES;
+
+/// Returns the name of the file with an epoch's writes.
+#[must_use]
+pub fn overlay_file_name(epoch: u64) -> String {
+    format!("epoch-{epoch:012}.qcow2")
+}
+
+fn epoch_of_file(name: &str) -> Option<u64> {
+    let epoch = name.strip_prefix("epoch-")?.strip_suffix(".qcow2")?.parse().ok()?;
+    (overlay_file_name(epoch) == name).then_some(epoch)
+}
+
+/// The claimed directory of a disk's overlays.
+#[derive(Debug)]
+pub struct OverlayDirectory<D: LogFiles> {
+    files: D,
+    state_file: D::File,
+    state: OverlayState,
+    /// The count of the state's slot.
+    count: u64,
+    _claim: D::Claim,
+}
+
+fn failed<D: LogFiles>(files: &D, doing: &'static str) -> impl FnOnce(io::Error) -> OverlayError {
+    let path = files.path().to_owned();
+    move |source| match source.kind() {
+        io::ErrorKind::ResourceBusy => OverlayError::InUse { path },
+        _ => OverlayError::Io { path, doing, source },
+    }
+}
+
+impl<D: LogFiles> OverlayDirectory<D> {
+    /// Creates the directory of a disk that has no overlays, or an empty one. What an interrupted creation or end has
+    /// left is removed.
+    ///
+    /// # Errors
+    /// [`OverlayError::Occupied`] if there is a file that may be needed; nothing is changed then.
+    pub fn create(files: D, state: OverlayState) -> Result<Self, OverlayError> {
+        files.create_directory().map_err(failed(&files, "making the directory"))?;
+        let claim = files.claim().and_then(|claim| claim.ok_or(io::ErrorKind::NotFound.into()));
+        let claim = claim.map_err(failed(&files, "locking the directory"))?;
+        for name in files.list().map_err(failed(&files, "reading the directory"))? {
+            let beginning = if name == STATE_NAME { files.peek(&name, STATE_BYTES) } else { Ok(None) };
+            let beginning = beginning.map_err(failed(&files, "reading its state"))?;
+            // The creation ended before the first state was durable.
+            let is_unused =
+                beginning.is_some_and(|state| matches!(newest_slot::<OverlayState>(&state.bytes), Ok(None)));
+            if !is_unused {
+                return Err(OverlayError::Occupied { path: files.path().to_owned(), name });
+            }
+            files.remove(&name).map_err(failed(&files, "removing what was left there"))?;
+        }
+        let state_file = files.create(STATE_NAME).map_err(failed(&files, "making its state"))?;
+        state_file.write_at(&Buffer::new(STATE_BYTES as usize), 0).map_err(failed(&files, "making its state"))?;
+        let mut directory = Self { files, state_file, state, count: 0, _claim: claim };
+        directory.record(|_| ())?;
+        directory.sync_names()?;
+        Ok(directory)
+    }
+
+    /// Opens the directory; `None` if the disk has no overlays.
+    ///
+    /// # Errors
+    /// [`OverlayError::InUse`]; [`OverlayError::DamagedState`] if there are overlays without a valid state.
+    pub fn open(files: D) -> Result<Option<Self>, OverlayError> {
+        let Some(claim) = files.claim().map_err(failed(&files, "locking the directory"))? else { return Ok(None) };
+        let names = files.list().map_err(failed(&files, "reading the directory"))?;
+        let has_overlays = names.iter().any(|name| epoch_of_file(name).is_some());
+        let damaged = || OverlayError::DamagedState { path: files.path().to_owned() };
+        let state_file = match files.open(STATE_NAME) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return if has_overlays { Err(damaged()) } else { Ok(None) };
+            }
+            opened => opened.map_err(failed(&files, "opening its state"))?,
+        };
+        let mut slots = Buffer::new(STATE_BYTES as usize);
+        state_file.read_at(&mut slots, 0).map_err(failed(&files, "reading its state"))?;
+        let newest = newest_slot(&slots);
+        match newest.map_err(|found| OverlayError::NewerFormat { path: files.path().to_owned(), found })? {
+            None if has_overlays => Err(damaged()),
+            None => Ok(None),
+            Some(Counted { count, state }) => Ok(Some(Self { files, state_file, state, count, _claim: claim })),
+        }
+    }
+
+    #[must_use]
+    pub fn state(&self) -> &OverlayState {
+        &self.state
+    }
+
+    /// Returns the path of an epoch's file.
+    #[must_use]
+    pub fn path_of(&self, epoch: u64) -> PathBuf {
+        self.files.path().join(overlay_file_name(epoch))
+    }
+
+    /// Changes the state durably.
+    ///
+    /// # Errors
+    /// After [`OverlayError::Io`] the change may still be on the disk, so it must describe a fact that is already true.
+    pub fn record(&mut self, change: impl FnOnce(&mut OverlayState)) -> Result<(), OverlayError> {
+        let (mut state, count) = (self.state.clone(), self.count + 1);
+        change(&mut state);
+        let written = write_slot(&state, count).and_then(|page| {
+            self.state_file.write_at(page.get(..SLOT_BYTES as usize).unwrap_or_default(), slot_offset(count))?;
+            self.state_file.sync()
+        });
+        written.map_err(failed(&self.files, "writing its state"))?;
+        (self.state, self.count) = (state, count);
+        Ok(())
+    }
+
+    /// Returns the epochs that have files, oldest first. Those that are merged already are of no use.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn epochs(&self) -> Result<Vec<u64>, OverlayError> {
+        let names = self.files.list().map_err(failed(&self.files, "reading the directory"))?;
+        let mut epochs: Vec<u64> = names.iter().filter_map(|name| epoch_of_file(name)).collect();
+        epochs.sort_unstable();
+        Ok(epochs)
+    }
+
+    /// Creates the empty file of an epoch that no mark has begun. Call [`Self::make_durable`] when QEMU has written its
+    /// header, and before the mark: what the guest flushes after the mark must be found after a power failure.
+    ///
+    /// # Errors
+    /// If the file cannot be created.
+    pub fn create_overlay(&self, epoch: u64) -> Result<PathBuf, OverlayError> {
+        let name = overlay_file_name(epoch);
+        let created = match self.files.create(&name) {
+            // An earlier process was killed before the mark.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                self.files.remove(&name).and_then(|()| self.files.create(&name))
+            }
+            created => created,
+        };
+        created.map_err(failed(&self.files, "making an overlay"))?;
+        Ok(self.path_of(epoch))
+    }
+
+    /// Makes the name and the present content of an epoch's file durable.
+    ///
+    /// # Errors
+    /// If a sync fails.
+    pub fn make_durable(&self, epoch: u64) -> Result<(), OverlayError> {
+        self.sync_overlay(epoch)?;
+        self.sync_names()
+    }
+
+    /// Makes all epochs up to `epoch`, which its mark has ended, durable, and records that. `sync_image`: makes the
+    /// image durable, which has the writes of the first epoch.
+    ///
+    /// # Errors
+    /// If a sync fails. Then it is unknown what is durable: no later epoch may be sealed before all overlays are
+    /// merged.
+    pub fn seal(&mut self, epoch: u64, sync_image: impl FnOnce() -> io::Result<()>) -> Result<(), OverlayError> {
+        if self.state.sealed < FIRST_EPOCH {
+            sync_image().map_err(failed(&self.files, "syncing the image"))?;
+        }
+        for unsealed in self.state.sealed.max(self.state.merged) + 1..=epoch {
+            self.sync_overlay(unsealed)?;
+        }
+        self.record(|state| state.sealed = state.sealed.max(epoch))
+    }
+
+    fn sync_overlay(&self, epoch: u64) -> Result<(), OverlayError> {
+        let name = overlay_file_name(epoch);
+        let file = self.files.open(&name).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => OverlayError::MissingEpoch { path: self.files.path().to_owned(), epoch, name },
+            _ => failed(&self.files, "opening an overlay")(e),
+        })?;
+        file.sync().map_err(failed(&self.files, "syncing an overlay"))
+    }
+
+    fn sync_names(&self) -> Result<(), OverlayError> {
+        self.files.sync().map_err(failed(&self.files, "making its directory durable"))
+    }
+
+    /// Removes the file of an epoch that is merged or was never marked.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
+    pub fn remove_overlay(&self, epoch: u64) -> Result<(), OverlayError> {
+        self.files.remove(&overlay_file_name(epoch)).map_err(failed(&self.files, "removing an overlay"))?;
+        self.sync_names()
+    }
+
+    /// Records that the image is about to get all writes: no checkpoint has a disk from here on. Required before QEMU
+    /// starts to merge the overlay that the guest writes to.
+    ///
+    /// # Errors
+    /// If the state cannot be written.
+    pub fn close(&mut self) -> Result<(), OverlayError> {
+        let last = self.epochs()?.last().copied().unwrap_or(self.state.merged);
+        self.record(|state| state.floor = state.floor.max(last))
+    }
+
+    /// Removes all overlays, the state and the directory. QEMU has merged all overlays and uses none, and the image is
+    /// durable. The guest is stopped until this returns: its next writes are in the image, and the overlays would hide
+    /// them after a crash. Files that are not ours stay, and then the directory stays, too.
+    ///
+    /// # Errors
+    /// If something cannot be removed; then no overlay has a write that the image does not have.
+    pub fn destroy(mut self) -> Result<(), OverlayError> {
+        let epochs = self.epochs()?;
+        let last = epochs.last().copied().unwrap_or(self.state.merged);
+        self.record(|state| (state.floor, state.merged) = (state.floor.max(last), state.merged.max(last)))?;
+        for epoch in epochs {
+            self.files.remove(&overlay_file_name(epoch)).map_err(failed(&self.files, "removing an overlay"))?;
+        }
+        // Overlays without a state are damaged.
+        self.sync_names()?;
+        self.files.remove(STATE_NAME).map_err(failed(&self.files, "removing its state"))?;
+        match self.files.list().map_err(failed(&self.files, "reading the directory"))?.into_iter().next() {
+            Some(name) => Err(OverlayError::Occupied { path: self.files.path().to_owned(), name }),
+            None => self.files.remove_directory().map_err(failed(&self.files, "removing the directory")),
+        }
+    }
+}

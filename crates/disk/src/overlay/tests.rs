@@ -1,0 +1,424 @@
+//! Kills and power losses at every step of many histories of a disk with overlays, on a disk in memory. The directory,
+//! its state and the plan are the real ones. QEMU is a model that keeps only the promises that `qemu::block` states:
+//! a mark flushes the overlay below it; a merge may have copied any part, and flushes nothing.
+//!
+//! After each crash: the newest disk has every flushed write, each epoch that the state offers has the disk of its
+//! mark, and the committed checkpoint is among them. Deliberate mistakes (`Mistake`) show that this check can fail.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use super::directory::{OverlayDirectory, overlay_file_name};
+use super::plan::{FoundOverlays, OverlayStep};
+use super::state::OverlayState;
+use rekindle_testing::crash_disk::{CrashDisk, CrashFile, PowerFailure, Step, power_failures};
+use std::collections::{BTreeMap, BTreeSet};
+
+const SECTOR_BYTES: usize = 512;
+const SECTORS: usize = 4;
+const HISTORIES: u64 = 40;
+const ACTIONS: usize = 60;
+
+/// The number that fills each sector. In an overlay, 0 stands for a sector without a write.
+type Content = Vec<u64>;
+
+/// An omission that the check must find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mistake {
+    /// A checkpoint is committed before its epoch is sealed.
+    CommitWithoutSeal,
+    /// A seal syncs no overlay.
+    SealWithoutSync,
+    /// `merged` is recorded before the image is synced.
+    RecordWithoutSync,
+    /// The floor is recorded after the merge has begun.
+    LateFloor,
+    /// A mark puts an overlay on the disk whose name is not durable.
+    VolatileOverlay,
+    /// QEMU does not flush the overlay below a mark.
+    MarkWithoutFlush,
+    /// A checkpoint counts as committed although it may not be.
+    MergeOfUncommitted,
+    /// The guest resumes on its image while the overlays still count.
+    EarlyResume,
+}
+
+/// A disk and its protector.
+#[derive(Debug, Clone, Copy)]
+struct Setting {
+    mistake: Option<Mistake>,
+    /// QEMU flushes nothing, as with `cache=unsafe`. Then only checkpoints survive a power failure.
+    ignores_flushes: bool,
+}
+
+/// What must hold after a power failure.
+#[derive(Debug, Clone)]
+struct Guarantee {
+    /// The allowed values of each sector of the newest disk.
+    newest: Vec<BTreeSet<u64>>,
+    committed: Option<u64>,
+}
+
+struct GuaranteeAt {
+    steps: usize,
+    guarantee: Guarantee,
+}
+
+fn initial_content() -> Content {
+    (1..=SECTORS as u64).map(|sector| sector * 1000).collect()
+}
+
+fn bytes_of(content: &[u64]) -> Vec<u8> {
+    content.iter().flat_map(|value| value.to_le_bytes().repeat(SECTOR_BYTES / 8)).collect()
+}
+
+fn read_sectors(file: &CrashFile) -> Content {
+    let mut bytes = vec![0; SECTORS * SECTOR_BYTES];
+    file.read_at(&mut bytes, 0).unwrap();
+    let value = |sector: &[u8]| u64::from_le_bytes(*sector.first_chunk().unwrap());
+    bytes.chunks(SECTOR_BYTES).map(value).collect()
+}
+
+/// Returns the disk that image and overlays make, the overlays oldest first.
+fn stacked_content(disk: &CrashDisk, overlays: impl Iterator<Item = u64>) -> Content {
+    let mut content = read_sectors(&disk.image());
+    for epoch in overlays {
+        let written = read_sectors(&disk.open(&overlay_file_name(epoch)).unwrap());
+        content.iter_mut().zip(written).filter(|(_, value)| *value != 0).for_each(|(below, value)| *below = value);
+    }
+    content
+}
+
+/// A guest, its QEMU, and the protector.
+struct ProtectedDisk {
+    setting: Setting,
+    disk: CrashDisk,
+    directory: OverlayDirectory<CrashDisk>,
+    /// Epochs of the overlays on the disk.
+    chain: Vec<u64>,
+    prepared: Option<u64>,
+    merging: Option<u64>,
+    marked: Option<u64>,
+    sealed: Option<u64>,
+    committed: u64,
+    newest_value: u64,
+    expected: Content,
+    guarantee: Guarantee,
+    /// The disk of each mark.
+    epochs: BTreeMap<u64, Content>,
+    guarantees: Vec<GuaranteeAt>,
+}
+
+impl ProtectedDisk {
+    fn begin(setting: Setting) -> Self {
+        let disk = CrashDisk::new(bytes_of(&initial_content()));
+        let newest: Vec<_> = initial_content().into_iter().map(|value| BTreeSet::from([value])).collect();
+        let guarantee = Guarantee { newest, committed: None };
+        let guarantees = vec![GuaranteeAt { steps: 0, guarantee: guarantee.clone() }];
+        let bytes = (SECTORS * SECTOR_BYTES) as u64;
+        let directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), bytes)).unwrap();
+        Self {
+            setting,
+            disk,
+            directory,
+            chain: Vec::new(),
+            prepared: None,
+            merging: None,
+            marked: None,
+            sealed: None,
+            committed: 0,
+            newest_value: 1_000_000,
+            expected: initial_content(),
+            guarantee,
+            epochs: BTreeMap::new(),
+            guarantees,
+        }
+    }
+
+    fn makes(&self, mistake: Mistake) -> bool {
+        self.setting.mistake == Some(mistake)
+    }
+
+    fn active_file(&self) -> CrashFile {
+        self.chain.last().map_or_else(|| self.disk.image(), |epoch| self.disk.open(&overlay_file_name(*epoch)).unwrap())
+    }
+
+    fn write(&mut self, sector: usize) {
+        self.newest_value += 1;
+        self.active_file().write_at(&bytes_of(&[self.newest_value]), (sector * SECTOR_BYTES) as u64).unwrap();
+        self.expected[sector] = self.newest_value;
+        self.guarantee.newest[sector].insert(self.newest_value);
+    }
+
+    fn flush(&mut self) {
+        if !self.setting.ignores_flushes {
+            self.active_file().sync().unwrap();
+            self.guarantee.newest = self.expected.iter().map(|value| BTreeSet::from([*value])).collect();
+        }
+    }
+
+    fn found(&self) -> FoundOverlays {
+        let files = self.directory.epochs().unwrap();
+        FoundOverlays { chain: self.chain.clone(), prepared: self.prepared, merging: self.merging, files }
+    }
+
+    /// Cancels a merge, and puts the prepared overlay on the disk if the plan allows it.
+    fn mark(&mut self) {
+        self.merging = None;
+        let Ok(epoch) = self.found().check_mark(self.directory.state()) else { return };
+        if !self.setting.ignores_flushes && !self.makes(Mistake::MarkWithoutFlush) {
+            self.active_file().sync().unwrap();
+        }
+        self.chain.push(epoch);
+        self.prepared = None;
+        self.epochs.insert(epoch - 1, self.expected.clone());
+        self.marked = Some(epoch - 1);
+    }
+
+    fn seal(&mut self) {
+        let Some(epoch) = self.marked.take() else { return };
+        self.sealed = Some(epoch);
+        if self.makes(Mistake::CommitWithoutSeal) {
+            return;
+        }
+        let image = self.disk.image();
+        if self.makes(Mistake::SealWithoutSync) {
+            self.directory.record(|state| state.sealed = epoch).unwrap();
+        } else {
+            self.directory.seal(epoch, || image.sync()).unwrap();
+        }
+    }
+
+    fn commit(&mut self) {
+        if let Some(epoch) = self.sealed.take() {
+            self.committed = epoch;
+            self.guarantee.committed = Some(epoch);
+        }
+    }
+
+    /// Copies the writes of epochs up to `up_to` to the image: all, or those of one sector.
+    fn copy(&self, up_to: u64, only_sector: Option<usize>) {
+        let merged = stacked_content(&self.disk, self.chain.iter().copied().filter(|epoch| *epoch <= up_to));
+        let image = read_sectors(&self.disk.image());
+        for sector in only_sector.map_or(0..SECTORS, |sector| sector..sector + 1) {
+            if merged[sector] != image[sector] {
+                let offset = (sector * SECTOR_BYTES) as u64;
+                self.disk.image().write_at(&bytes_of(&[merged[sector]]), offset).unwrap();
+            }
+        }
+    }
+
+    /// Takes the next step of the plan.
+    fn step(&mut self) {
+        let state = self.directory.state().clone();
+        let is_early = self.makes(Mistake::MergeOfUncommitted);
+        let committed = if is_early { state.sealed } else { self.committed };
+        match self.found().next_step(&state, committed) {
+            OverlayStep::AwaitMerge { up_to } => {
+                self.copy(up_to, None);
+                self.chain.retain(|epoch| *epoch > up_to);
+                self.merging = None;
+            }
+            OverlayStep::RecordMerged { up_to } => {
+                if !self.makes(Mistake::RecordWithoutSync) {
+                    self.disk.image().sync().unwrap();
+                }
+                self.directory.record(|state| state.merged = up_to).unwrap();
+            }
+            OverlayStep::Delete { epoch } => self.directory.remove_overlay(epoch).unwrap(),
+            OverlayStep::RaiseFloor { to } => {
+                if self.makes(Mistake::LateFloor) {
+                    self.copy(to, Some(0));
+                }
+                self.directory.record(|state| state.floor = to).unwrap();
+            }
+            OverlayStep::Merge { up_to } => self.merging = Some(up_to),
+            OverlayStep::Create { epoch } => {
+                self.directory.create_overlay(epoch).unwrap();
+                if !self.makes(Mistake::VolatileOverlay) {
+                    self.directory.make_durable(epoch).unwrap();
+                }
+                self.prepared = Some(epoch);
+            }
+            OverlayStep::Resolve => panic!("the device is on its image"),
+            OverlayStep::Done => {}
+        }
+    }
+
+    /// Kills the protector and starts another one; QEMU continues.
+    fn restart(&mut self) {
+        self.directory = OverlayDirectory::open(self.disk.clone()).unwrap().unwrap();
+        (self.marked, self.sealed) = (None, None);
+    }
+
+    fn record_guarantee(&mut self) {
+        self.guarantees.push(GuaranteeAt { steps: self.disk.steps(), guarantee: self.guarantee.clone() });
+    }
+
+    /// Ends the overlays: all are merged while the guest is stopped. Then the guest writes to its image.
+    fn end(mut self) -> History {
+        self.guarantee.committed = None;
+        self.record_guarantee();
+        self.directory.close().unwrap();
+        self.merging = None;
+        self.flush();
+        self.record_guarantee();
+        self.copy(u64::MAX, None);
+        self.disk.image().sync().unwrap();
+        self.chain.clear();
+        if self.makes(Mistake::EarlyResume) {
+            self.write(0);
+            self.flush();
+            self.record_guarantee();
+        }
+        self.directory.destroy().unwrap();
+        let mut guarantees = self.guarantees;
+        guarantees.push(GuaranteeAt { steps: self.disk.steps(), guarantee: self.guarantee });
+        History { setting: self.setting, steps: self.disk.recorded_steps(), guarantees, epochs: self.epochs }
+    }
+}
+
+/// The steps of a history, and what must hold after each.
+struct History {
+    setting: Setting,
+    steps: Vec<Step>,
+    guarantees: Vec<GuaranteeAt>,
+    epochs: BTreeMap<u64, Content>,
+}
+
+fn make_history(setting: Setting, seed: u64) -> History {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut model = ProtectedDisk::begin(setting);
+    model.record_guarantee();
+    for _ in 0..ACTIONS {
+        match random.u8(..20) {
+            0..4 => model.write(random.usize(..SECTORS)),
+            4..6 => model.flush(),
+            6..8 => model.mark(),
+            8..10 => model.seal(),
+            10..12 => model.commit(),
+            12 => model.restart(),
+            13 => {
+                if let Some(up_to) = model.merging {
+                    model.copy(up_to, Some(random.usize(..SECTORS)));
+                }
+            }
+            _ => model.step(),
+        }
+        model.record_guarantee();
+        assert_eq!(stacked_content(&model.disk, model.chain.iter().copied()), model.expected, "seed {seed}");
+    }
+    model.end()
+}
+
+impl History {
+    /// Returns the guarantees of which each may hold after `count` steps: those of the actions that ended there, and of
+    /// the action in progress.
+    fn guarantees_around(&self, count: usize) -> &[GuaranteeAt] {
+        let newest = self.guarantees.iter().rposition(|at| at.steps <= count).unwrap();
+        let first = self.guarantees.iter().position(|at| at.steps == self.guarantees[newest].steps).unwrap();
+        &self.guarantees[first..=(newest + 1).min(self.guarantees.len() - 1)]
+    }
+
+    /// Returns what is wrong after a crash that follows `count` steps.
+    fn violation(&self, count: usize, failure: &PowerFailure) -> Option<String> {
+        let around = self.guarantees_around(count);
+        let disk = CrashDisk::after_crash(&bytes_of(&initial_content()), &self.steps, count, &failure.fates);
+        let directory = match OverlayDirectory::open(disk.clone()) {
+            Ok(directory) => directory,
+            Err(e) => return Some(e.to_string()),
+        };
+        let state = directory.as_ref().map(|directory| directory.state().clone());
+        let files = directory.map_or_else(Vec::new, |directory| directory.epochs().unwrap());
+        let merged = state.as_ref().map_or(0, |state| state.merged);
+        let overlays = || files.iter().copied().filter(|epoch| *epoch > merged);
+        let newest = stacked_content(&disk, overlays());
+        for (sector, value) in newest.iter().enumerate().filter(|_| !self.setting.ignores_flushes) {
+            if !around.iter().any(|at| at.guarantee.newest[sector].contains(value)) {
+                return Some(format!("sector {sector} of the newest disk is {value}"));
+            }
+        }
+        let offers = |epoch: u64| state.as_ref().is_some_and(|state| state.has_epoch(epoch));
+        for (epoch, expected) in self.epochs.iter().filter(|(epoch, _)| offers(**epoch)) {
+            let content = stacked_content(&disk, overlays().take_while(|overlay| overlay <= epoch));
+            if content != *expected {
+                return Some(format!("epoch {epoch} is {content:?} and was {expected:?}"));
+            }
+        }
+        let is_lost = |at: &GuaranteeAt| at.guarantee.committed.is_some_and(|epoch| !offers(epoch));
+        around.iter().all(is_lost).then(|| "the committed checkpoint has no disk".to_owned())
+    }
+
+    /// Returns the first violation of a kill or a power failure at any step.
+    fn first_violation(&self) -> Option<String> {
+        (0..=self.steps.len()).find_map(|count| {
+            let killed = PowerFailure { fates: BTreeMap::new(), description: "killed".into() };
+            let mut failures = power_failures(&self.steps, count).into_iter().chain([killed]);
+            let described = |failure: PowerFailure| {
+                let violation = self.violation(count, &failure)?;
+                Some(format!("{} after step {count} of {}: {violation}", failure.description, self.steps.len()))
+            };
+            failures.find_map(described)
+        })
+    }
+}
+
+fn first_violation(setting: Setting) -> Option<String> {
+    (0..HISTORIES).find_map(|seed| {
+        let violation = make_history(setting, seed).first_violation()?;
+        Some(format!("seed {seed}: {violation}"))
+    })
+}
+
+#[test]
+fn no_crash_loses_a_flushed_write_or_a_committed_checkpoint() {
+    for ignores_flushes in [false, true] {
+        assert_eq!(
+            first_violation(Setting { mistake: None, ignores_flushes }),
+            None,
+            "ignores_flushes: {ignores_flushes}"
+        );
+    }
+}
+
+#[test]
+fn histories_merge_and_commit_enough_to_test_anything() {
+    let histories: Vec<_> =
+        (0..HISTORIES).map(|seed| make_history(Setting { mistake: None, ignores_flushes: false }, seed)).collect();
+    let epochs: usize = histories.iter().map(|history| history.epochs.len()).sum();
+    let is_removal = |step: &&Step| matches!(step, Step::Remove(name) if name.starts_with("epoch-"));
+    let removed: usize = histories.iter().map(|history| history.steps.iter().filter(is_removal).count()).sum();
+    assert!(epochs > 60 && removed > 60, "{epochs} epochs, {removed} overlays removed");
+}
+
+#[test]
+fn each_mistake_is_found() {
+    let mistakes = [
+        (Mistake::CommitWithoutSeal, false),
+        (Mistake::SealWithoutSync, true),
+        (Mistake::RecordWithoutSync, false),
+        (Mistake::LateFloor, false),
+        (Mistake::VolatileOverlay, false),
+        (Mistake::MarkWithoutFlush, false),
+        (Mistake::MergeOfUncommitted, false),
+        (Mistake::EarlyResume, false),
+    ];
+    for (mistake, ignores_flushes) in mistakes {
+        let found = first_violation(Setting { mistake: Some(mistake), ignores_flushes });
+        assert!(found.is_some(), "{mistake:?} is not found");
+    }
+}
+
+#[test]
+fn a_directory_with_overlays_is_not_created_again() {
+    let disk = CrashDisk::new(Vec::new());
+    let state = || OverlayState::new("image".into(), 4096);
+    let directory = OverlayDirectory::create(disk.clone(), state()).unwrap();
+    directory.create_overlay(2).unwrap();
+    drop(directory);
+    assert!(OverlayDirectory::create(disk.clone(), state()).is_err());
+    let directory = OverlayDirectory::open(disk.clone()).unwrap().unwrap();
+    assert_eq!(directory.epochs().unwrap(), [2]);
+    drop(directory);
+    disk.change("state", |bytes| bytes.fill(0));
+    assert!(matches!(OverlayDirectory::open(disk), Err(super::OverlayError::DamagedState { .. })));
+}
