@@ -217,6 +217,13 @@ impl CopiedRam {
         self.tracker.take().map_or(Ok(()), |tracker| Ok(tracker.detach()?))
     }
 
+    /// Returns whether the evidence in `operation` proves that the guest has not run in the destination.
+    #[must_use]
+    pub fn is_untouched(&self, operation: &Operation) -> bool {
+        let is_untouched = |block: &SuppliedBlock| evidence::is_untouched(&path_of(&block.file), operation.untouched_since_ns);
+        self.blocks().all(is_untouched)
+    }
+
     fn attach(&self, qmp: &mut Qmp) -> Result<(Asynchronous, UndrainedDirty), CopyError> {
         let injector = Injector::new(self.source.process())?;
         let device = userfaultfd::hand(qmp, self.source.process())?;
@@ -269,6 +276,10 @@ impl CopiedRam {
 }
 
 impl Ram for CopiedRam {
+    fn supplies(&self, id: &str) -> bool {
+        self.blocks().any(|block| block.id == id)
+    }
+
     fn note_evidence(&self, operation: &mut Operation) {
         let marks = self.blocks().map(|block| evidence::mark_ram(&path_of(&block.file)));
         operation.untouched_since_ns = marks.reduce(|first, next| first.and(next)).flatten();
