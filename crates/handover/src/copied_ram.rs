@@ -220,7 +220,8 @@ impl CopiedRam {
     /// Returns whether the evidence in `operation` proves that the guest has not run in the destination.
     #[must_use]
     pub fn is_untouched(&self, operation: &Operation) -> bool {
-        let is_untouched = |block: &SuppliedBlock| evidence::is_untouched(&path_of(&block.file), operation.untouched_since_ns);
+        let is_untouched =
+            |block: &SuppliedBlock| evidence::is_untouched(&path_of(&block.file), operation.untouched_since_ns);
         self.blocks().all(is_untouched)
     }
 

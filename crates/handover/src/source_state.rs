@@ -7,10 +7,10 @@
 use crate::HandoverError;
 use crate::saved_state::StreamWriter;
 use rekindle_memory::carried::CarriedBlocks;
+use rekindle_qemu::devices::SAVE_DEVICES;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_qemu::devices::SAVE_DEVICES;
 use rekindle_qemu::transfer::{Feed, StateOutput};
 use rekindle_qemu::vmm::Vmm;
 use serde_json::Value;
@@ -107,7 +107,8 @@ impl SourceState {
         } else if form == StreamForm::Own {
             (StateOutput::migration(qmp)?, SmallBlocks::InStream)
         } else {
-            let no_command = io::Error::other(format!("its QEMU has no `{SAVE_DEVICES}`, or its blocks have no address"));
+            let no_command =
+                io::Error::other(format!("its QEMU has no `{SAVE_DEVICES}`, or its blocks have no address"));
             return Err(unreadable(source, no_command));
         };
         Ok(Self { source: source.clone(), output, form, save_qmp: None, blocks })

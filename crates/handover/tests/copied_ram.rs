@@ -4,24 +4,29 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
+use rekindle_handover::ram::{Ram, RamSource};
+use rekindle_handover::saved_state::StreamWriter;
+use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Mode, remote};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::PAGE_SIZE;
-use rekindle_qemu::drain::drain;
 use rekindle_qemu::guest;
+use rekindle_qemu::monitor::Monitor;
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
+use rekindle_qemu::transfer::{Feed, save_to_file, set_capabilities, wait_loaded};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::process::open_files;
 use rekindle_testing::tools::{qemu_new, qemu_newest, qemu_old};
 use rekindle_testing::wait_for;
+use serde_json::json;
 use std::fs;
-use std::io::{BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
@@ -37,6 +42,16 @@ fn binaries() -> [&'static Path; 3] {
     [qemu_old(), qemu_new(), qemu_newest()]
 }
 
+/// Returns the options of a QEMU with the RAM of `backend` and a disk that is read with `O_DIRECT`. They are those of
+/// other managers: the migration stream has a configuration section and a description.
+fn options<'a>(binary: &'a Path, backend: &str, machine: &str, disk: &Path) -> QemuOptions<'a> {
+    let drive = format!("file={},if=none,id=d,format=raw,cache=none,aio=native", disk.display());
+    let ram = format!("{backend},id={MAIN_RAM},size={RAM_MIB}M");
+    QemuOptions::new(binary)
+        .arguments(&["-machine", &format!("{machine},memory-backend={MAIN_RAM}"), "-m", &format!("{RAM_MIB}M")])
+        .arguments(&["-object", &ram, "-drive", &drive, "-device", "virtio-blk-pci,drive=d"])
+}
+
 /// A QEMU and the directory of its files.
 struct Source {
     // The field order drops QEMU before its files.
@@ -45,17 +60,18 @@ struct Source {
 }
 
 impl Source {
-    /// Boots a guest with private or shared RAM, and a disk that is read with `O_DIRECT`.
+    /// Boots a guest.
     fn boot(binary: &Path, backend: &str) -> Self {
+        Self::boot_as(binary, backend, "q35")
+    }
+
+    /// Boots a guest with a machine type that several versions of QEMU have.
+    fn boot_as(binary: &Path, backend: &str, machine: &str) -> Self {
         // Not on a tmpfs, which has no O_DIRECT.
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let disk = directory.path().join("disk");
         fs::write(&disk, random_bytes((DISK_BLOCKS * 4096) as usize)).unwrap();
-        let drive = format!("file={},if=none,id=d,format=raw,cache=none,aio=native", disk.display());
-        let ram = format!("{backend},id={MAIN_RAM},size={RAM_MIB}M");
-        let options = QemuOptions::new(binary)
-            .arguments(&["-machine", &format!("q35,memory-backend={MAIN_RAM}"), "-m", &format!("{RAM_MIB}M")])
-            .arguments(&["-object", &ram, "-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+        let options = options(binary, backend, machine, &disk);
         Self { qemu: ForeignQemu::boot(directory.path(), &options), directory }
     }
 }
@@ -216,109 +232,78 @@ fn shared_ram_is_passed_on_and_not_copied() {
     assert!(unknown.to_string().contains("ram-node7"), "{unknown}");
 }
 
-/// An NBD server that answers a read only after a while.
-struct SlowDisk {
-    /// Receives a message for each read that has arrived.
-    arrived: Receiver<()>,
-    /// Number of reads that were answered.
-    answered: &'static AtomicU64,
-}
-
-/// Bytes of the slow disk.
-const SLOW_DISK_BYTES: u64 = 1 << 20;
-/// Time from a read to its answer: more than a QMP command without a drain takes.
-const ANSWER_DELAY: Duration = Duration::from_millis(700);
-
-impl SlowDisk {
-    fn serve(socket: PathBuf) -> Self {
-        let listener = UnixListener::bind(socket).unwrap();
-        let (arrival, arrived) = channel();
-        let answered: &'static AtomicU64 = Box::leak(Box::default());
-        thread::spawn(move || {
-            let (stream, _) = listener.accept().unwrap();
-            negotiate(&stream);
-            let mut requests = BufReader::new(&stream);
-            let mut request = [0; 28];
-            // Magic, flags and type, handle, offset, length; all big-endian.
-            while requests.read_exact(&mut request).is_ok() {
-                let length = u32::from_be_bytes(request[24..28].try_into().unwrap());
-                let _ = arrival.send(());
-                thread::sleep(ANSWER_DELAY);
-                let mut answer = 0x6744_6698u32.to_be_bytes().to_vec();
-                answer.extend([0; 4]);
-                answer.extend(&request[8..16]);
-                answer.resize(answer.len() + length as usize, 0);
-                answered.fetch_add(1, Ordering::SeqCst);
-                if (&stream).write_all(&answer).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { arrived, answered }
+/// Describes a running QEMU. Its monitor socket is free only while no connection to it is open.
+fn vmm_of(qemu: &ForeignQemu) -> Vmm {
+    Vmm {
+        binary: PathBuf::new(),
+        pid: qemu.process.pid,
+        started: qemu.process.started,
+        directory: qemu.path("."),
+        monitor: Some(Monitor::Socket { path: qemu.path("qmp") }),
     }
 }
 
-/// Greets an NBD client (`proto.md` of NBD), which may request any export. Knows only the option to choose an export.
-fn negotiate(mut stream: &UnixStream) {
-    const OPTION_MAGIC: &[u8; 8] = b"IHAVEOPT";
-    const NBD_OPT_GO: u32 = 7;
-    stream.write_all(b"NBDMAGIC").unwrap();
-    stream.write_all(OPTION_MAGIC).unwrap();
-    // Fixed new-style handshake, no zeros.
-    stream.write_all(&3u16.to_be_bytes()).unwrap();
-    stream.read_exact(&mut [0; 4]).unwrap();
-    loop {
-        let mut header = [0; 16];
-        stream.read_exact(&mut header).unwrap();
-        assert_eq!(&header[..8], OPTION_MAGIC);
-        let option = u32::from_be_bytes(header[8..12].try_into().unwrap());
-        let mut data = vec![0; u32::from_be_bytes(header[12..16].try_into().unwrap()) as usize];
-        stream.read_exact(&mut data).unwrap();
-        let mut reply = |kind: u32, data: &[u8]| {
-            let mut reply = 0x0003_e889_0455_65a9u64.to_be_bytes().to_vec();
-            reply.extend(option.to_be_bytes());
-            reply.extend(kind.to_be_bytes());
-            reply.extend((data.len() as u32).to_be_bytes());
-            reply.extend(data);
-            stream.write_all(&reply).unwrap();
-        };
-        if option != NBD_OPT_GO {
-            // Unsupported.
-            reply(1 << 31 | 1, &[]);
-            continue;
-        }
-        // Information about the export: its size, and that it has flags and is read-only.
-        let mut export = 0u16.to_be_bytes().to_vec();
-        export.extend(SLOW_DISK_BYTES.to_be_bytes());
-        export.extend(3u16.to_be_bytes());
-        reply(3, &export);
-        // Acknowledged: requests follow.
-        reply(1, &[]);
-        return;
-    }
+/// Sends the state of the stopped source, except its main RAM, to a destination that waits for it.
+fn send_state(source: &Source, qmp: &mut Qmp, ram: &GuestRam, copy: &CopiedRam, feed: &mut Feed) {
+    let table: Vec<_> = ram.blocks().iter().map(|block| block.info.clone()).collect();
+    let all = table.len();
+    let carried = copy.carried_blocks(table);
+    assert_eq!(carried.len(), all - 1);
+    let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"})).unwrap();
+    let machine = machine.strip_suffix("-machine").unwrap().to_owned();
+    let mut file = StreamWriter::create(source.directory.path().join("stream")).unwrap();
+    let mut sink = StateSink { feed: Some(feed), file: &mut file };
+    let form = StreamForm::Foreign { machine };
+    let mut state = SourceState::prepare(&vmm_of(&source.qemu), qmp, carried, form, &mut sink).unwrap();
+    state.begin(qmp).unwrap();
+    state.send_blocks(&mut sink).unwrap();
+    let devices = state.send_devices(qmp, Some(feed)).unwrap();
+    file.write(&devices.bytes).unwrap();
+    file.finish().unwrap();
 }
 
 #[test]
-fn a_drain_waits_for_the_disk_reads_in_flight_while_the_guest_runs() {
-    for binary in binaries() {
-        for iothread in [false, true] {
-            let directory = tempfile::tempdir().unwrap();
-            let socket = directory.path().join("disk");
-            let disk = SlowDisk::serve(socket.clone());
-            let drive = format!("driver=nbd,server.type=unix,server.path={},node-name=d,read-only=on", socket.display());
-            let device = format!("virtio-blk-pci,drive=d,bootindex=0{}", if iothread { ",iothread=io" } else { "" });
-            let options = QemuOptions::new(binary).arguments(&["-machine", "q35", "-m", "192M"]);
-            let options = options.arguments(&["-object", "iothread,id=io", "-blockdev", &drive, "-device", &device]);
-            let qemu = ForeignQemu::start(directory.path(), &options);
-            let mut qmp = qemu.qmp();
-            // QEMU itself may read the disk when it opens it. The guest reads the partition table.
-            for read in 1..=3 {
-                disk.arrived.recv_timeout(rekindle_testing::DEADLINE).unwrap_or_else(|e| panic!("{e}: {}", qemu.output()));
-                drain(&mut qmp).unwrap();
-                let answered = disk.answered.load(Ordering::SeqCst);
-                assert!(answered >= read, "{}, read {read}: {answered} answered", binary.display());
-                assert_eq!(guest::run_state(&mut qmp).unwrap(), "running");
-            }
-        }
+fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
+    for (from, to) in [(qemu_old(), qemu_new()), (qemu_new(), qemu_newest())] {
+        let source = Source::boot_as(from, "memory-backend-ram", "pc-q35-7.2");
+        source.qemu.ask("touch 48M 7");
+        source.qemu.ask("dirty 20 48 random");
+        let boot = source.qemu.ask("boot-id");
+        let mut qmp = source.qemu.qmp();
+        let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
+        let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
+        let file = &copy.blocks().next().unwrap().file;
+        let mapped = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        let backend = format!("memory-backend-file,mem-path={mapped},share=on");
+        let directory = tempfile::tempdir().unwrap();
+        let disk = source.directory.path().join("disk");
+        let options = options(to, &backend, "pc-q35-7.2", &disk).arguments(&["-incoming", "defer", "-S"]);
+        let destination = ForeignQemu::start(directory.path(), &options);
+        let mut destination_qmp = destination.qmp();
+        let mut feed = copy.connect(&vmm_of(&destination), &mut destination_qmp).unwrap();
+
+        copy.copy_while_running(&mut qmp, CopyLimit::default()).unwrap();
+        guest::stop(&mut qmp).unwrap();
+        copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap();
+        send_state(&source, &mut qmp, &ram, &copy, &mut feed);
+        drop(feed);
+        wait_loaded(&mut destination_qmp, rekindle_testing::DEADLINE)
+            .unwrap_or_else(|e| panic!("{e}: {}", destination.output()));
+        guest::resume(&mut destination_qmp).unwrap();
+        drop(source);
+        assert_eq!(destination.ask("boot-id"), boot);
+        destination.ask("dirty 0");
+        assert!(destination.ask("verify").parse::<u64>().unwrap() > 0);
+        destination.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+        let log = fs::read_to_string(destination.path("log")).unwrap();
+        assert!(!log.contains("vmdescription"), "{log}");
+
+        // As its manager does it, which does not know the capabilities of the hand-over.
+        guest::stop(&mut destination_qmp).unwrap();
+        let saved = directory.path().join("saved");
+        let without = [("x-ignore-shared", false), ("late-block-activate", false)];
+        set_capabilities(&mut destination_qmp, &without).unwrap();
+        save_to_file(&mut destination_qmp, &fs::File::create(&saved).unwrap(), rekindle_testing::DEADLINE).unwrap();
+        assert!(saved.metadata().unwrap().len() > 48 << 20);
     }
 }

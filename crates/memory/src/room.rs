@@ -50,7 +50,8 @@ pub fn available_to(process: Process) -> io::Result<u64> {
 fn group_in(groups: &str, is_v2: bool) -> Option<&str> {
     groups.lines().find_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
-        let is_wanted = if is_v2 { controllers.is_empty() } else { controllers.split(',').any(|name| name == "memory") };
+        let is_wanted =
+            if is_v2 { controllers.is_empty() } else { controllers.split(',').any(|name| name == "memory") };
         is_wanted.then_some(group.trim_start_matches('/'))
     })
 }
