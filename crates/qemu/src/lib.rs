@@ -32,6 +32,7 @@
 //! | [`guest`] | stopping and resuming the guest |
 //! | [`stopped`] | proof that the guest is stopped |
 //! | [`block`] | overlays on the guest's disks, made and merged by QEMU |
+//! | [`drain`] | waiting for the block I/O that a running guest has in flight |
 //! | [`hold`] | the guest's network output, held until it is released |
 //! | [`ramblock`] | where QEMU's RAM blocks are |
 //! | [`rings`] | where the rings of the virtio devices are |
@@ -53,6 +54,7 @@ pub mod block;
 pub mod command;
 pub mod cpu;
 pub mod devices;
+pub mod drain;
 pub mod file_identity;
 pub mod foreign;
 pub mod guest;
