@@ -145,7 +145,7 @@ impl Relay {
             Ok(reply) => reply,
             Err(e) => return vec![error_line(&e.to_string())],
         };
-        if serde_json::from_str::<Value>(&reply).is_ok_and(|reply| reply.get("return").is_none()) {
+        if !serde_json::from_str::<Value>(&reply).is_ok_and(|reply| reply.get("return").is_some()) {
             return vec![reply];
         }
         match name {
