@@ -167,7 +167,7 @@ pub struct Connection {
     pointer: NonNull<c_void>,
 }
 
-// SAFETY: libvirt's connections may be used by several threads at once. Its last error is one of the calling thread.
+// SAFETY: libvirt's connections may be used by several threads concurrently. Its last error is one of the calling thread.
 unsafe impl Send for Connection {}
 // SAFETY: as above.
 unsafe impl Sync for Connection {}

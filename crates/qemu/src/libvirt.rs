@@ -76,14 +76,14 @@ struct Relay {
     /// When the last `stop` was sent, since 1970; none after `cont`.
     stop_sent: Option<Duration>,
     /// Whether the connection was opened again since the last `stop`, so that events may be missing.
-    may_lack_events: bool,
+    may_miss_events: bool,
 }
 
 impl Relay {
     /// Also returns QEMU's version.
     fn open(name: String, uri: Option<String>) -> Result<(Self, Value), String> {
         let open = OpenDomain::open(&name, uri.as_deref()).map_err(|e| e.to_string())?;
-        let mut relay = Self { name, uri, open, stop_sent: None, may_lack_events: false };
+        let mut relay = Self { name, uri, open, stop_sent: None, may_miss_events: false };
         let reply = relay.execute(r#"{"execute":"query-version"}"#, true, None).map_err(|e| e.to_string())?;
         let version = serde_json::from_str::<Value>(&reply).ok().and_then(|reply| reply.get("return").cloned());
         Ok((relay, version.ok_or(reply)?))
@@ -106,7 +106,7 @@ impl Relay {
 
     fn reopen(&mut self) -> Result<(), LibvirtError> {
         self.open = OpenDomain::open(&self.name, self.uri.as_deref())?;
-        self.may_lack_events = true;
+        self.may_miss_events = true;
         Ok(())
     }
 
@@ -133,7 +133,7 @@ impl Relay {
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
-        if name == "cont" && self.may_lack_events && self.stop_sent.is_some() {
+        if name == "cont" && self.may_miss_events && self.stop_sent.is_some() {
             match self.execute(r#"{"execute":"query-status"}"#, true, None) {
                 Ok(status) if is_running(&status) => return vec![error_line(RESUMED_BY_ANOTHER)],
                 _ => {}
@@ -150,7 +150,7 @@ impl Relay {
         }
         match name {
             "stop" => {
-                (self.stop_sent, self.may_lack_events) = (Some(sent), false);
+                (self.stop_sent, self.may_miss_events) = (Some(sent), false);
                 vec![event_line("STOP", sent), reply]
             }
             "cont" => match wait_resumed(&self.open.events, self.stop_sent.take().unwrap_or(sent), sent) {
