@@ -10,7 +10,8 @@
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), mapped files ([`mapping`]), large
 //!   buffers ([`large`]);
-//! - loading the next kernel ([`kexec`]).
+//! - loading the next kernel ([`kexec`]);
+//! - libvirt's C library ([`libvirt_client`]).
 //!
 //! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
 //! their use.
@@ -24,6 +25,7 @@ pub mod inject;
 mod ioctl;
 pub mod kexec;
 pub mod large;
+pub mod libvirt_client;
 pub mod lines;
 pub mod link;
 pub mod lockfile;

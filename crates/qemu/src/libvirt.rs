@@ -1,209 +1,113 @@
 //! A QMP connection through libvirt.
 //!
-//! libvirt holds the monitor of its QEMUs, and a monitor serves one client. `virsh qemu-monitor-command` passes
-//! commands on. One `virsh` is kept open and gets its commands through standard input, because starting a `virsh`
-//! takes tens of milliseconds. A thread at the other end of a socket pair presents it as a monitor, so that [`Qmp`]
-//! can use it. A command that hands over a descriptor needs another `virsh`, which inherits the descriptor
-//! (`--pass-fds`, libvirt 8.2).
+//! libvirt holds the monitor of its QEMUs, and a monitor serves one client. libvirt passes commands on. A thread at
+//! the other end of a socket pair presents that as a monitor, so that [`Qmp`] can use it. The thread alone calls
+//! libvirt: a call without an answer blocks the thread, and [`Qmp`] has a limit for each reply.
 //!
-//! Events do not arrive this way. Only two are needed, and the thread creates them: `STOP` with the time at which
-//! `stop` was sent, and `RESUME` with the time at which `cont` was answered. Therefore a measured pause is never
-//! shorter than the actual one.
+//! libvirt reports QEMU's events, too, but not before the reply to the command that caused them. Only two are passed
+//! on. `STOP` has the time at which `stop` was sent: nothing waits for the event while the guest is stopped. `RESUME`
+//! is QEMU's. Therefore a measured pause is never shorter than the actual one.
 
 use crate::qmp::{Qmp, QmpError};
-use command_fds::{CommandFdExt, FdMapping};
-use rekindle_kernel::output::{waiting_in, within};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::OwnedFd;
+use rekindle_kernel::libvirt_client::{Connection, Domain, LibvirtError, MonitorEvent, Subscription};
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Name of the program, looked up in `PATH`.
-const VIRSH: &str = "virsh";
-/// Limit for a command. libvirt itself waits up to 30 s for another command to end.
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(40);
-/// Limit of the output for a command.
-const MAX_OUTPUT_BYTES: usize = 16 << 20;
-/// Limit of the kept error output.
-const MAX_ERROR_BYTES: usize = 1 << 16;
-/// Number of the descriptor that a `virsh` inherits.
-const INHERITED_FD: i32 = 9;
+/// Limit for opening a connection. libvirt itself waits up to 30 s for another command to end.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(40);
+/// Limit for the event that follows a successful `cont`. It usually arrives within a millisecond of the reply.
+const EVENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Connects to the QEMU of a libvirt domain.
 ///
 /// # Errors
-/// [`QmpError::Libvirt`] with virsh's message.
+/// [`QmpError::Libvirt`] with libvirt's message.
 pub fn connect(domain: &str, uri: Option<&str>, timeout: Duration) -> Result<Qmp, QmpError> {
     let failed = |message: String| QmpError::Libvirt { domain: domain.into(), message };
-    let mut virsh = Virsh::start(domain, uri).map_err(|e| failed(e.0))?;
-    let reply = virsh.execute(r#"{"execute":"query-version"}"#).map_err(|e| failed(e.0))?;
-    let version: Value = serde_json::from_str(&reply).map_err(|_| failed(reply.clone()))?;
-    let version = version.get("return").cloned().ok_or_else(|| failed(reply))?;
     let (client_end, monitor_end) = UnixStream::pair().map_err(|e| failed(e.to_string()))?;
-    let thread = thread::Builder::new().name("virsh".into());
-    thread.spawn(move || virsh.serve(&monitor_end, &version)).map_err(|e| failed(e.to_string()))?;
+    let (result_sender, result) = channel();
+    let (domain_name, uri) = (domain.to_owned(), uri.map(str::to_owned));
+    let serve = move || match Relay::open(domain_name, uri) {
+        Ok((relay, version)) => {
+            if result_sender.send(Ok(())).is_ok() {
+                relay.serve(&monitor_end, &version);
+            }
+        }
+        Err(message) => drop(result_sender.send(Err(message))),
+    };
+    thread::Builder::new().name("libvirt".into()).spawn(serve).map_err(|e| failed(e.to_string()))?;
+    let no_answer = |_| failed(format!("libvirt has not answered for {} s", OPEN_TIMEOUT.as_secs()));
+    result.recv_timeout(OPEN_TIMEOUT).map_err(no_answer)?.map_err(failed)?;
     Qmp::over(client_end, timeout)
 }
 
-/// virsh's error message instead of a reply.
-struct VirshError(String);
+/// A domain to which a connection is open.
+struct OpenDomain {
+    /// Ends before the connection.
+    _subscription: Subscription,
+    events: Receiver<MonitorEvent>,
+    domain: Domain,
+    connection: Arc<Connection>,
+}
 
-impl From<io::Error> for VirshError {
-    fn from(e: io::Error) -> Self {
-        Self(format!("{VIRSH}: {e}; install libvirt-clients"))
+impl OpenDomain {
+    fn open(name: &str, uri: Option<&str>) -> Result<Self, LibvirtError> {
+        let connection = Arc::new(Connection::open(uri)?);
+        let domain = connection.lookup(name)?;
+        let (sender, events) = channel();
+        Ok(Self { _subscription: domain.subscribe(sender)?, events, domain, connection })
     }
 }
 
-/// A `virsh` process that reads commands from its standard input.
-struct Virsh {
-    domain: String,
+/// Passes the commands of a QMP client on to libvirt.
+struct Relay {
+    name: String,
     uri: Option<String>,
-    child: Child,
-    input: ChildStdin,
-    output: ChildStdout,
-    /// Output that was not processed yet, from the beginning of a line.
-    unread: Vec<u8>,
-    command_count: u64,
-    /// Whether the next output may belong to a command that timed out.
-    is_out_of_step: bool,
+    open: OpenDomain,
+    /// When the last `stop` was sent, since 1970; none after `cont`.
+    stop_sent: Option<Duration>,
+    /// Whether the connection was opened again since the last `stop`, so that events may be missing.
+    may_miss_events: bool,
 }
 
-impl Drop for Virsh {
-    fn drop(&mut self) {
-        // A killed `virsh` does not write a history file.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn virsh_command(uri: Option<&str>) -> Command {
-    let mut command = Command::new(VIRSH);
-    // Make virsh's line editor as plain as possible, and leave the user's history alone.
-    command
-        .env("LC_ALL", "C.UTF-8")
-        .env("TERM", "dumb")
-        .env("INPUTRC", "/dev/null")
-        .env("XDG_CACHE_HOME", "/dev/null/none");
-    command.arg("--quiet");
-    if let Some(uri) = uri {
-        command.args(["--connect", uri]);
-    }
-    command
-}
-
-/// Quotes a word for virsh's own shell.
-fn quoted(text: &str) -> String {
-    format!("'{}'", text.replace('\'', r"'\''"))
-}
-
-impl Virsh {
-    fn start(domain: &str, uri: Option<&str>) -> Result<Self, VirshError> {
-        let mut command = virsh_command(uri);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn()?;
-        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(VirshError(format!("{VIRSH} has no standard input")));
-        };
-        let (domain, uri) = (domain.to_owned(), uri.map(str::to_owned));
-        let unread = Vec::new();
-        Ok(Self { domain, uri, child, input, output, unread, command_count: 0, is_out_of_step: false })
+impl Relay {
+    /// Also returns QEMU's version.
+    fn open(name: String, uri: Option<String>) -> Result<(Self, Value), String> {
+        let open = OpenDomain::open(&name, uri.as_deref()).map_err(|e| e.to_string())?;
+        let mut relay = Self { name, uri, open, stop_sent: None, may_miss_events: false };
+        let reply = relay.execute(r#"{"execute":"query-version"}"#, true, None).map_err(|e| e.to_string())?;
+        let version = serde_json::from_str::<Value>(&reply).ok().and_then(|reply| reply.get("return").cloned());
+        Ok((relay, version.ok_or(reply)?))
     }
 
-    /// Returns QEMU's reply to a command, one line of JSON.
-    fn execute(&mut self, command: &str) -> Result<String, VirshError> {
-        if self.is_out_of_step {
-            return Err(VirshError(format!("{VIRSH} has not answered a command before this one; try again")));
+    /// Returns QEMU's reply. The connection is opened again if the daemon has closed it (a restart), and a command that
+    /// `is_repeatable` is then sent again.
+    fn execute(&mut self, command: &str, is_repeatable: bool, fd: Option<OwnedFd>) -> Result<String, LibvirtError> {
+        if !self.open.connection.is_alive() {
+            self.reopen()?;
         }
-        self.command_count += 1;
-        // virsh prints this line after the reply. If it arrives first, there is no reply.
-        let end_mark = format!("rekindle-{}.", self.command_count);
-        let (domain, quoted_command) = (quoted(&self.domain), quoted(command));
-        let input = format!("qemu-monitor-command --domain {domain} --cmd {quoted_command}\necho {end_mark}\n");
-        if let Err(e) = self.input.write_all(input.as_bytes()) {
-            return Err(self.error_output().unwrap_or_else(|| e.into()));
+        let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+        let reply = self.open.domain.monitor(command, &fds);
+        if reply.is_err() && is_repeatable && !self.open.connection.is_alive() {
+            self.reopen()?;
+            return self.open.domain.monitor(command, &fds);
         }
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
-        loop {
-            if let Some(reply) = self.take_reply() {
-                return Ok(reply);
-            }
-            if self.unread.starts_with(end_mark.as_bytes()) {
-                return Err(self.error_output_or("printed neither a reply nor an error"));
-            }
-            if self.unread.len() > MAX_OUTPUT_BYTES {
-                self.is_out_of_step = true;
-                return Err(VirshError(format!("{VIRSH} has printed more than {} MiB", MAX_OUTPUT_BYTES >> 20)));
-            }
-            self.read_output(deadline)?;
-        }
+        reply
     }
 
-    /// Returns the reply, if a whole line of it was read. Other lines are prompts, with the commands that virsh's line
-    /// editor repeats; they are dropped.
-    fn take_reply(&mut self) -> Option<String> {
-        while let Some(line_end) = self.unread.iter().position(|&byte| byte == b'\n') {
-            let line: Vec<u8> = self.unread.drain(..=line_end).collect();
-            if line.starts_with(b"{") {
-                return Some(String::from_utf8_lossy(&line).trim_end().to_owned());
-            }
-        }
-        None
-    }
-
-    /// Waits for output and reads a part of it. May return without having read anything.
-    fn read_output(&mut self, deadline: Instant) -> Result<(), VirshError> {
-        let remaining = deadline.saturating_duration_since(Instant::now());
-        let timeout = Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) };
-        match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&timeout)) {
-            // virsh may print without end: check the deadline also after output.
-            Ok(_) if remaining.is_zero() => {
-                self.is_out_of_step = true;
-                return Err(VirshError(format!("{VIRSH} has not answered for {} s", COMMAND_TIMEOUT.as_secs())));
-            }
-            Ok(0) | Err(Errno::INTR) => return Ok(()),
-            Ok(_) => {}
-            Err(e) => return Err(io::Error::from(e).into()),
-        }
-        let mut chunk = [0; 8192];
-        match self.output.read(&mut chunk)? {
-            0 => Err(self.error_output_or("has ended")),
-            count => {
-                self.unread.extend_from_slice(chunk.get(..count).unwrap_or_default());
-                Ok(())
-            }
-        }
-    }
-
-    /// Returns virsh's error output, if there is any.
-    fn error_output(&mut self) -> Option<VirshError> {
-        error_text(&waiting_in(self.child.stderr.as_mut()?, MAX_ERROR_BYTES))
-    }
-
-    /// Returns virsh's error output, or else what virsh did.
-    fn error_output_or(&mut self, what: &str) -> VirshError {
-        self.error_output().unwrap_or_else(|| VirshError(format!("{VIRSH} {what}")))
-    }
-
-    /// Returns QEMU's reply to a command that hands over a descriptor.
-    fn execute_with_fd(&self, command: &str, fd: OwnedFd) -> Result<String, VirshError> {
-        let mut virsh = virsh_command(self.uri.as_deref());
-        virsh.args(["qemu-monitor-command", "--pass-fds", &INHERITED_FD.to_string()]);
-        virsh.args(["--domain", &self.domain, "--cmd", command]).stdin(Stdio::null());
-        let mapped = virsh.fd_mappings(vec![FdMapping { parent_fd: fd, child_fd: INHERITED_FD }]);
-        mapped.map_err(|e| VirshError(e.to_string()))?;
-        let output = within(&mut virsh, MAX_OUTPUT_BYTES, Instant::now() + COMMAND_TIMEOUT)?;
-        let reply = String::from_utf8_lossy(&output.out).trim().to_owned();
-        if output.status.success() && reply.starts_with('{') {
-            return Ok(reply);
-        }
-        Err(error_text(&output.err).unwrap_or(VirshError(format!("{VIRSH} ended with {}", output.status))))
+    fn reopen(&mut self) -> Result<(), LibvirtError> {
+        self.open = OpenDomain::open(&self.name, self.uri.as_deref())?;
+        self.may_miss_events = true;
+        Ok(())
     }
 
     /// Answers as the monitor at the other end of `socket`, until that is closed.
@@ -229,27 +133,61 @@ impl Virsh {
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
-        // This check detects that another client of libvirt has resumed the guest while we kept it stopped.
-        if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| is_running(&status)) {
-            let why = "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
-            return vec![error_line(why)];
+        if name == "cont" && self.may_miss_events && self.stop_sent.is_some() {
+            match self.execute(r#"{"execute":"query-status"}"#, true, None) {
+                Ok(status) if is_running(&status) => return vec![error_line(RESUMED_BY_ANOTHER)],
+                _ => {}
+            }
         }
-        let sent_at = SystemTime::now();
-        let reply = match fd {
-            None => self.execute(&command.to_string()),
-            Some(fd) => self.execute_with_fd(&command.to_string(), fd),
-        };
-        let reply = match reply {
+        let sent = since_1970();
+        let is_repeatable = matches!(name, "stop" | "cont") || name.starts_with("query-");
+        let reply = match self.execute(&command.to_string(), is_repeatable, fd) {
             Ok(reply) => reply,
-            Err(VirshError(text)) => return vec![error_line(&text)],
+            Err(e) => return vec![error_line(&e.to_string())],
         };
-        let is_success = serde_json::from_str::<Value>(&reply).is_ok_and(|reply| reply.get("return").is_some());
+        if !serde_json::from_str::<Value>(&reply).is_ok_and(|reply| reply.get("return").is_some()) {
+            return vec![reply];
+        }
         match name {
-            "stop" if is_success => vec![event_line("STOP", sent_at), reply],
-            "cont" if is_success => vec![event_line("RESUME", SystemTime::now()), reply],
+            "stop" => {
+                (self.stop_sent, self.may_miss_events) = (Some(sent), false);
+                vec![event_line("STOP", sent), reply]
+            }
+            "cont" => match wait_resumed(&self.open.events, self.stop_sent.take().unwrap_or(sent), sent) {
+                Ok(time) => vec![event_line("RESUME", time), reply],
+                Err(message) => vec![error_line(&message)],
+            },
             _ => vec![reply],
         }
     }
+}
+
+const RESUMED_BY_ANOTHER: &str =
+    "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
+
+/// Returns the time of the first `RESUME` since `stop_sent`.
+///
+/// # Errors
+/// If it is of a time before `cont_sent`: another client has resumed the guest while it was kept stopped.
+fn wait_resumed(events: &Receiver<MonitorEvent>, stop_sent: Duration, cont_sent: Duration) -> Result<Duration, String> {
+    let deadline = Instant::now() + EVENT_TIMEOUT;
+    loop {
+        let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        let event = event.map_err(|_| "libvirt has not reported that the guest was resumed".to_owned())?;
+        // Events have microseconds.
+        let is_before_cont = event.time.as_micros() < cont_sent.as_micros();
+        match event.name.as_str() {
+            "RESUME" if event.time < stop_sent => {}
+            "RESUME" if is_before_cont => return Err(RESUMED_BY_ANOTHER.into()),
+            "RESUME" => return Ok(event.time),
+            _ => {}
+        }
+    }
+}
+
+/// Returns the time of the host's clock.
+fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Returns the line of a monitor's error reply.
@@ -257,8 +195,7 @@ fn error_line(text: &str) -> String {
     json!({"error": {"class": "libvirt", "desc": text}}).to_string()
 }
 
-fn event_line(name: &str, time: SystemTime) -> String {
-    let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+fn event_line(name: &str, since_1970: Duration) -> String {
     let timestamp = json!({"seconds": since_1970.as_secs(), "microseconds": since_1970.subsec_micros()});
     json!({"event": name, "timestamp": timestamp}).to_string()
 }
@@ -267,14 +204,6 @@ fn event_line(name: &str, time: SystemTime) -> String {
 fn is_running(status: &str) -> bool {
     let status: Option<Value> = serde_json::from_str(status).ok();
     status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
-}
-
-/// Joins the lines of an error output, without `error: `.
-fn error_text(output: &[u8]) -> Option<VirshError> {
-    let output = String::from_utf8_lossy(output);
-    let lines = output.lines().map(|line| line.trim_start_matches("error: ").trim());
-    let text = lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
-    (!text.is_empty()).then_some(VirshError(text))
 }
 
 /// A command of the client, with the descriptor that arrived with it.
@@ -349,17 +278,31 @@ mod tests {
     }
 
     #[test]
-    fn words_are_quoted_for_virsh_and_its_errors_are_read() {
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert_eq!(error_text(b"error: one\n\nerror: two\n").unwrap().0, "one; two");
-        assert!(error_text(b"\n").is_none());
+    fn the_run_state_is_read_from_the_reply() {
         assert!(is_running(r#"{"return":{"status":"running","running":true},"id":"libvirt-1"}"#));
         assert!(!is_running(r#"{"return":{"status":"paused","running":false}}"#));
         assert!(!is_running("{}") && !is_running(""));
     }
 
     #[test]
-    fn an_inaccessible_domain_is_reported_with_virshs_error() {
+    fn a_resume_by_another_client_is_detected() {
+        let at = |ms| Duration::from_millis(ms);
+        let resumed = |ms| MonitorEvent { name: "RESUME".into(), time: at(ms) };
+        let stopped = |ms| MonitorEvent { name: "STOP".into(), time: at(ms) };
+        let first_resume = |events: &[MonitorEvent]| {
+            let (sender, receiver) = channel();
+            events.iter().for_each(|event| sender.send(event.clone()).unwrap());
+            wait_resumed(&receiver, at(10), at(20))
+        };
+        assert_eq!(first_resume(&[resumed(9), stopped(10), resumed(21)]).unwrap(), at(21));
+        let e = first_resume(&[stopped(10), resumed(12), stopped(21), resumed(21)]).unwrap_err();
+        assert!(e.contains("another client"), "{e}");
+        let e = first_resume(&[stopped(10)]).unwrap_err();
+        assert!(e.contains("has not reported"), "{e}");
+    }
+
+    #[test]
+    fn an_inaccessible_domain_is_reported_with_libvirts_error() {
         // libvirt's built-in test driver has a domain of this name, and no monitor.
         let e = connect("test", Some("test:///default"), Duration::from_secs(5)).unwrap_err();
         assert!(e.to_string().contains("not supported by the connection driver"), "{e}");

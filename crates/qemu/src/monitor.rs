@@ -17,7 +17,7 @@ pub enum Monitor {
     Libvirt {
         /// The domain's name, number or UUID.
         domain: String,
-        /// libvirt's connection URI. None: `virsh` chooses.
+        /// libvirt's connection URI. None: libvirt chooses.
         connect: Option<String>,
     },
 }
@@ -36,8 +36,8 @@ impl Monitor {
     /// Connects to the monitor.
     ///
     /// # Errors
-    /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`] when
-    /// `virsh` fails.
+    /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`] with
+    /// libvirt's message.
     pub fn connect(&self, timeout: Duration) -> Result<Qmp, QmpError> {
         match self {
             Self::Socket { path } => Qmp::connect(path, timeout),

@@ -27,7 +27,7 @@ pub struct Attach {
     /// The libvirt domain: name, number or UUID.
     #[arg(long, value_name = "DOMAIN")]
     pub libvirt: Option<String>,
-    /// libvirt's connection URI [default: virsh's].
+    /// libvirt's connection URI [default: libvirt's].
     #[arg(long, value_name = "URI", requires = "libvirt")]
     pub connect: Option<String>,
 }

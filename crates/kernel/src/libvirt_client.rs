@@ -1,0 +1,359 @@
+//! libvirt's C library, loaded when it is first needed: the monitor of a libvirt domain's QEMU.
+//!
+//! libvirt holds the monitor of its QEMUs. Its library passes commands on and reports QEMU's events
+//! (`libvirt-qemu.so.0`). It is loaded at run time: Rekindle also runs on hosts without libvirt. Its binary interface
+//! is stable since libvirt 1.2.3. Only passing descriptors needs a newer one, libvirt 8.2.
+//!
+//! A call has no time limit if libvirt's daemon does not answer. Callers make calls on a thread that may stay
+//! blocked.
+
+use libloading::Library;
+use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::Duration;
+
+/// Why libvirt's library cannot be used, or what it has reported.
+#[derive(Debug, thiserror::Error)]
+pub enum LibvirtError {
+    /// The dynamic loader's message.
+    #[error(
+        "cannot load libvirt's library: {0}; install the package libvirt0 (Debian, Ubuntu) or libvirt-libs (Fedora)"
+    )]
+    NotInstalled(String),
+    /// The library has no `virDomainQemuMonitorCommandWithFiles`.
+    #[error("libvirt is too old to pass descriptors on: version 8.2 or newer is required")]
+    TooOld,
+    /// libvirt's own message.
+    #[error("{0}")]
+    Reported(String),
+}
+
+/// An event that QEMU has sent to libvirt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MonitorEvent {
+    /// For example `STOP`.
+    pub name: String,
+    /// When QEMU sent it, since 1970.
+    pub time: Duration,
+}
+
+/// A `virConnectPtr` or `virDomainPtr`.
+type Object = *mut c_void;
+type EventCallback = extern "C" fn(Object, Object, *const c_char, c_longlong, c_uint, *const c_char, *mut c_void);
+
+/// The functions of the two libraries, which are never unloaded.
+struct Functions {
+    open: unsafe extern "C" fn(*const c_char) -> Object,
+    close: unsafe extern "C" fn(Object) -> c_int,
+    is_alive: unsafe extern "C" fn(Object) -> c_int,
+    last_error_message: unsafe extern "C" fn() -> *const c_char,
+    lookup_by_id: unsafe extern "C" fn(Object, c_int) -> Object,
+    lookup_by_name: unsafe extern "C" fn(Object, *const c_char) -> Object,
+    lookup_by_uuid: unsafe extern "C" fn(Object, *const c_char) -> Object,
+    free_domain: unsafe extern "C" fn(Object) -> c_int,
+    monitor_command: unsafe extern "C" fn(Object, *const c_char, *mut *mut c_char, c_uint) -> c_int,
+    monitor_command_with_files: Option<
+        unsafe extern "C" fn(
+            Object,
+            *const c_char,
+            c_uint,
+            *mut c_int,
+            *mut c_uint,
+            *mut *mut c_int,
+            *mut *mut c_char,
+            c_uint,
+        ) -> c_int,
+    >,
+    register_events: unsafe extern "C" fn(
+        Object,
+        Object,
+        *const c_char,
+        EventCallback,
+        *mut c_void,
+        extern "C" fn(*mut c_void),
+        c_uint,
+    ) -> c_int,
+    deregister_events: unsafe extern "C" fn(Object, c_int) -> c_int,
+    run_event_loop_once: unsafe extern "C" fn() -> c_int,
+}
+
+/// Returns the functions. The first call loads the libraries and starts libvirt's event loop.
+fn functions() -> Result<&'static Functions, LibvirtError> {
+    static FUNCTIONS: OnceLock<Result<Functions, String>> = OnceLock::new();
+    let functions = FUNCTIONS.get_or_init(|| load().map_err(|e| e.to_string()));
+    let functions = functions.as_ref().map_err(|e| LibvirtError::NotInstalled(e.clone()))?;
+    static EVENT_LOOP: OnceLock<Result<(), String>> = OnceLock::new();
+    let started = EVENT_LOOP.get_or_init(|| {
+        let event_loop = thread::Builder::new().name("libvirt events".into());
+        let run = move || loop {
+            // SAFETY: `load` has registered the default event loop, and only this thread runs it.
+            if unsafe { (functions.run_event_loop_once)() } < 0 {
+                // libvirt could not wait for events: without a pause this would be a busy loop.
+                thread::sleep(EVENT_LOOP_RETRY);
+            }
+        };
+        event_loop.spawn(run).map(drop).map_err(|e| e.to_string())
+    });
+    started.clone().map_err(LibvirtError::Reported)?;
+    Ok(functions)
+}
+
+/// How long to wait after the event loop has failed.
+const EVENT_LOOP_RETRY: Duration = Duration::from_millis(100);
+
+fn load() -> Result<Functions, libloading::Error> {
+    type SetErrorFunction = unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void, *mut c_void));
+    // SAFETY: loading the libraries runs their initialisers, which only set up their own state. Each symbol's type is
+    // its declaration in libvirt's headers, which libvirt does not change under the version number `.so.0`. The
+    // function pointers outlive their symbols because the libraries are never unloaded (`forget`). libvirt must be
+    // initialised, and its event loop be registered, before a connection is opened: nothing else here opens one.
+    unsafe {
+        let base = Library::new("libvirt.so.0")?;
+        let qemu = Library::new("libvirt-qemu.so.0")?;
+        let functions = Functions {
+            open: *base.get(b"virConnectOpen\0")?,
+            close: *base.get(b"virConnectClose\0")?,
+            is_alive: *base.get(b"virConnectIsAlive\0")?,
+            last_error_message: *base.get(b"virGetLastErrorMessage\0")?,
+            lookup_by_id: *base.get(b"virDomainLookupByID\0")?,
+            lookup_by_name: *base.get(b"virDomainLookupByName\0")?,
+            lookup_by_uuid: *base.get(b"virDomainLookupByUUIDString\0")?,
+            free_domain: *base.get(b"virDomainFree\0")?,
+            monitor_command: *qemu.get(b"virDomainQemuMonitorCommand\0")?,
+            monitor_command_with_files: qemu.get(b"virDomainQemuMonitorCommandWithFiles\0").ok().map(|symbol| *symbol),
+            register_events: *qemu.get(b"virConnectDomainQemuMonitorEventRegister\0")?,
+            deregister_events: *qemu.get(b"virConnectDomainQemuMonitorEventDeregister\0")?,
+            run_event_loop_once: *base.get(b"virEventRunDefaultImpl\0")?,
+        };
+        let initialize = *base.get::<unsafe extern "C" fn() -> c_int>(b"virInitialize\0")?;
+        let register_event_loop = *base.get::<unsafe extern "C" fn() -> c_int>(b"virEventRegisterDefaultImpl\0")?;
+        let set_error_function = *base.get::<SetErrorFunction>(b"virSetErrorFunc\0")?;
+        std::mem::forget((base, qemu));
+        // A failure of either is reported by the first call that needs it.
+        initialize();
+        set_error_function(ptr::null_mut(), ignore_error);
+        register_event_loop();
+        Ok(functions)
+    }
+}
+
+/// Replaces libvirt's own function, which prints each error on standard error.
+extern "C" fn ignore_error(_data: *mut c_void, _error: *mut c_void) {}
+
+impl Functions {
+    /// Returns the error of the last call, which this thread has made.
+    fn last_error(&self) -> LibvirtError {
+        // SAFETY: the result is a string of this thread, valid until its next call into libvirt, or null.
+        let message = unsafe { (self.last_error_message)().as_ref().map(|text| CStr::from_ptr(text)) };
+        LibvirtError::Reported(message.map_or_else(|| "unknown error".into(), |text| text.to_string_lossy().into()))
+    }
+
+    fn object(&self, object: Object) -> Result<NonNull<c_void>, LibvirtError> {
+        NonNull::new(object).ok_or_else(|| self.last_error())
+    }
+}
+
+fn c_string(text: &str) -> Result<CString, LibvirtError> {
+    CString::new(text).map_err(|e| LibvirtError::Reported(format!("{text:?} has a zero byte: {e}")))
+}
+
+/// A connection to libvirt's daemon.
+pub struct Connection {
+    functions: &'static Functions,
+    pointer: NonNull<c_void>,
+}
+
+// SAFETY: libvirt's connections may be used by several threads concurrently. Its last error is one of the calling thread.
+unsafe impl Send for Connection {}
+// SAFETY: as above.
+unsafe impl Sync for Connection {}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is a connection on which this value holds the reference that `open` got.
+        unsafe { (self.functions.close)(self.pointer.as_ptr()) };
+    }
+}
+
+impl Connection {
+    /// Opens a connection. Without `uri`, libvirt chooses (`LIBVIRT_DEFAULT_URI`, its configuration).
+    ///
+    /// # Errors
+    /// [`LibvirtError`]; also without the library.
+    pub fn open(uri: Option<&str>) -> Result<Self, LibvirtError> {
+        let functions = functions()?;
+        let uri = uri.map(c_string).transpose()?;
+        // SAFETY: the URI is null or a string that lives until after the call.
+        let connection = unsafe { (functions.open)(uri.as_ref().map_or(ptr::null(), |uri| uri.as_ptr())) };
+        Ok(Self { functions, pointer: functions.object(connection)? })
+    }
+
+    /// Returns whether the daemon has kept the connection open, as far as is known.
+    pub fn is_alive(&self) -> bool {
+        // SAFETY: the pointer is an open connection.
+        unsafe { (self.functions.is_alive)(self.pointer.as_ptr()) == 1 }
+    }
+
+    /// Finds a domain by its number, UUID or name, in this order, as `virsh` does.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`] if there is none.
+    pub fn lookup(self: &Arc<Self>, name: &str) -> Result<Domain, LibvirtError> {
+        let (functions, connection) = (self.functions, self.pointer.as_ptr());
+        let text = c_string(name)?;
+        let is_uuid =
+            name.len() == UUID_CHARACTERS && name.bytes().all(|byte| byte == b'-' || byte.is_ascii_hexdigit());
+        // SAFETY: the connection is open, and the string lives until after the calls. A domain that is returned has a
+        // reference, which `Domain` gives back.
+        let domain = unsafe {
+            let mut domain = name.parse().map_or(ptr::null_mut(), |id| (functions.lookup_by_id)(connection, id));
+            if domain.is_null() && is_uuid {
+                domain = (functions.lookup_by_uuid)(connection, text.as_ptr());
+            }
+            if domain.is_null() {
+                domain = (functions.lookup_by_name)(connection, text.as_ptr());
+            }
+            domain
+        };
+        Ok(Domain { connection: Arc::clone(self), pointer: functions.object(domain)? })
+    }
+}
+
+/// Length of a UUID as text.
+const UUID_CHARACTERS: usize = 36;
+
+/// A domain of libvirt.
+pub struct Domain {
+    connection: Arc<Connection>,
+    pointer: NonNull<c_void>,
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: this value holds the reference that `lookup` got.
+        unsafe { (self.connection.functions.free_domain)(self.pointer.as_ptr()) };
+    }
+}
+
+impl Domain {
+    /// Sends `command`, which is JSON, with descriptors for `getfd` or `add-fd`, to QEMU. Returns QEMU's reply, also
+    /// if that is an error.
+    ///
+    /// # Errors
+    /// [`LibvirtError`] if libvirt does not pass the command on.
+    pub fn monitor(&self, command: &str, fds: &[BorrowedFd<'_>]) -> Result<String, LibvirtError> {
+        let functions = self.connection.functions;
+        let command = c_string(command)?;
+        let mut numbers: Vec<c_int> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let count = c_uint::try_from(numbers.len()).map_err(|e| LibvirtError::Reported(e.to_string()))?;
+        let mut reply: *mut c_char = ptr::null_mut();
+        let (domain, command, none) = (self.pointer.as_ptr(), command.as_c_str(), 0);
+        let status = if fds.is_empty() {
+            // SAFETY: domain, string and the place for the reply live until after the call.
+            unsafe { (functions.monitor_command)(domain, command.as_ptr(), &raw mut reply, none) }
+        } else {
+            let with_files = functions.monitor_command_with_files.ok_or(LibvirtError::TooOld)?;
+            let (no_count, no_files) = (ptr::null_mut(), ptr::null_mut());
+            let numbers = numbers.as_mut_ptr();
+            // SAFETY: as above; `numbers` has `count` open descriptors, which libvirt duplicates. Null pointers mean
+            // that descriptors from QEMU are not wanted.
+            unsafe { with_files(domain, command.as_ptr(), count, numbers, no_count, no_files, &raw mut reply, none) }
+        };
+        if status < 0 || reply.is_null() {
+            return Err(functions.last_error());
+        }
+        // SAFETY: on success the reply is a string that the caller owns, allocated by `malloc`.
+        unsafe {
+            let text = CStr::from_ptr(reply).to_string_lossy().into_owned();
+            libc::free(reply.cast());
+            Ok(text)
+        }
+    }
+
+    /// Sends the events of the domain's QEMU to `events`, until the result is dropped.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn subscribe(&self, events: Sender<MonitorEvent>) -> Result<Subscription, LibvirtError> {
+        let functions = self.connection.functions;
+        let sender = Box::into_raw(Box::new(events));
+        // SAFETY: the objects live until after the call. On success libvirt owns `sender`: it passes it to `on_event`
+        // and, after the last call, to `free_sender`.
+        let id = unsafe {
+            (functions.register_events)(
+                self.connection.pointer.as_ptr(),
+                self.pointer.as_ptr(),
+                ptr::null(),
+                on_event,
+                sender.cast(),
+                free_sender,
+                0,
+            )
+        };
+        if id < 0 {
+            let e = functions.last_error();
+            free_sender(sender.cast());
+            return Err(e);
+        }
+        Ok(Subscription { connection: Arc::clone(&self.connection), id })
+    }
+}
+
+/// The delivery of a domain's events, which ends when this is dropped.
+pub struct Subscription {
+    connection: Arc<Connection>,
+    id: c_int,
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        // SAFETY: the connection is open, and the number is that of a registration that was not yet removed.
+        unsafe { (self.connection.functions.deregister_events)(self.connection.pointer.as_ptr(), self.id) };
+    }
+}
+
+extern "C" fn on_event(
+    _connection: Object,
+    _domain: Object,
+    name: *const c_char,
+    seconds: c_longlong,
+    microseconds: c_uint,
+    _details: *const c_char,
+    sender: *mut c_void,
+) {
+    // SAFETY: libvirt passes a string and the pointer from `subscribe`, which `free_sender` has not freed yet.
+    let (name, sender) = unsafe { (CStr::from_ptr(name), &*sender.cast::<Sender<MonitorEvent>>()) };
+    let since_1970 = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+    let time = since_1970 + Duration::from_micros(u64::from(microseconds));
+    // The receiver may have gone already.
+    let _ = sender.send(MonitorEvent { name: name.to_string_lossy().into_owned(), time });
+}
+
+extern "C" fn free_sender(sender: *mut c_void) {
+    // SAFETY: the pointer is that of `subscribe`'s box. libvirt, or `subscribe` if it fails, calls this once.
+    drop(unsafe { Box::from_raw(sender.cast::<Sender<MonitorEvent>>()) });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// libvirt's built-in driver for tests. It has one domain, and no monitor.
+    const TEST_DRIVER: &str = "test:///default";
+
+    #[test]
+    fn a_domain_is_found_by_name_number_and_uuid() {
+        let connection = Arc::new(Connection::open(Some(TEST_DRIVER)).unwrap());
+        assert!(connection.is_alive());
+        for name in ["test", "1", "6695eb01-f6a4-8304-79aa-97f2502e193f"] {
+            let e = connection.lookup(name).unwrap().monitor("{}", &[]).unwrap_err();
+            assert!(e.to_string().contains("not supported by the connection driver"), "{name}: {e}");
+        }
+        let e = connection.lookup("it's none").err().unwrap();
+        assert!(e.to_string().contains("Domain not found"), "{e}");
+    }
+}
