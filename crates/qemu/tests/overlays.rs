@@ -175,7 +175,7 @@ fn run_epochs(binary: &Path, layout: Layout) {
     let chain = machine.chain();
     overlay::start_merge(&mut machine.qmp, &chain, first, 0).unwrap();
     overlay::finish_merge(&mut machine.qmp, &chain, first, DEADLINE).unwrap();
-    // What was merged is in the image at once, also the metadata of a qcow2 image: a sync of the file is enough.
+    // What was merged is in the image immediately, also the metadata of a qcow2 image: a sync of the file is enough.
     assert_eq!(machine.base_content(), disk(&[1, 2]), "{layout:?}");
     overlay::remove_unused(&mut machine.qmp, first).unwrap();
     overlay::remove_unused(&mut machine.qmp, first).unwrap();
@@ -226,7 +226,7 @@ fn interrupt_merge(binary: &Path, layout: Layout) {
     assert_eq!(jobs::cancel(&mut machine.qmp, &first.merge_job()).unwrap(), CancelOutcome::NoSuchJob);
     assert_eq!(machine.chain(), chain, "{layout:?}");
     machine.try_mark(third).unwrap();
-    // Two closed epochs are merged at once, and the first of them for the second time.
+    // Two closed epochs are merged by one job, and the first of them for the second time.
     let chain = machine.chain();
     overlay::start_merge(&mut machine.qmp, &chain, second, 0).unwrap();
     overlay::finish_merge(&mut machine.qmp, &chain, second, DEADLINE).unwrap();

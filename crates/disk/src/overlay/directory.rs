@@ -135,7 +135,7 @@ impl<D: LogFiles> OverlayDirectory<D> {
         Ok(epochs)
     }
 
-    /// Creates the empty file of an epoch that no mark has begun. Call [`Self::make_durable`] when QEMU has written its
+    /// Creates the empty file of an epoch that no mark has started. Call [`Self::make_durable`] when QEMU has written its
     /// header, and before the mark: what the guest flushes after the mark must be found after a power failure.
     ///
     /// # Errors

@@ -30,7 +30,7 @@ enum Mistake {
     SealWithoutSync,
     /// `merged` is recorded before the image is synced.
     RecordWithoutSync,
-    /// The floor is recorded after the merge has begun.
+    /// The floor is recorded after the merge has started.
     LateFloor,
     /// A mark puts an overlay on the disk whose name is not durable.
     VolatileOverlay,
