@@ -306,10 +306,22 @@ impl<R> Destination<RunningStage<R>> {
     /// written.
     pub fn confirm(&self, handover: &mut Handover) -> Result<(), HandoverError> {
         handover.recorder.phase(Phase::Settle);
-        handover.journal.operation.untouched_since_ns = None;
-        handover.journal.operation.disks_at_resume = None;
-        handover.advance(Step::Settle)?;
+        journal_running(handover, Step::Settle)?;
         handover.pass_pipeline(PipelinePoint::Settling, self.start);
+        self.check_alive(handover)
+    }
+
+    /// Journals that the guest runs, like [`Destination::confirm`], and that its manager gets it back next. The source
+    /// is kept, stopped, until [`Destination::settle`].
+    ///
+    /// # Errors
+    /// As for [`Destination::confirm`].
+    pub fn begin_give_back(&self, handover: &mut Handover) -> Result<(), HandoverError> {
+        journal_running(handover, Step::GiveBack)?;
+        self.check_alive(handover)
+    }
+
+    fn check_alive(&self, handover: &Handover) -> Result<(), HandoverError> {
         if self.vmm.is_alive() {
             return Ok(());
         }
@@ -368,6 +380,13 @@ impl<R> Destination<RunningStage<R>> {
         handover.pass_pipeline(PipelinePoint::StateWritten, self.start);
         Ok(state)
     }
+}
+
+/// Journals that the guest runs in the destination, before `step`.
+fn journal_running(handover: &mut Handover, step: Step) -> Result<(), HandoverError> {
+    handover.journal.operation.untouched_since_ns = None;
+    handover.journal.operation.disks_at_resume = None;
+    handover.advance(step)
 }
 
 /// Ends the source and every other QEMU of its generation.

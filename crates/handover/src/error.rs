@@ -1,5 +1,6 @@
 //! Why a hand-over failed.
 
+use crate::copied_ram::CopyError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
@@ -81,6 +82,8 @@ pub enum HandoverError {
     Network(#[from] NetworkError),
     #[error(transparent)]
     Ram(#[from] RamError),
+    #[error("cannot give the guest's RAM to the destination QEMU")]
+    Copy(#[from] CopyError),
 }
 
 impl HandoverError {

@@ -12,6 +12,7 @@
 //! | [`environment`] | the surroundings of a destination; no other module starts a destination |
 //! | [`operation`] | the VM, the journal and the timeline of a hand-over; the return to the source |
 //! | [`ram`] | the ways in which the destination gets the guest's RAM |
+//! | [`copied_ram`] | the RAM of a source that Rekindle did not start |
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
 //! | [`saved_state`] | the state of a suspended guest in a file |
 //! | [`takeover`] | the transfer of the guest's taps |
@@ -29,6 +30,7 @@
 
 pub mod after_resume;
 pub mod boot;
+pub mod copied_ram;
 pub mod destination;
 pub mod environment;
 pub mod error;

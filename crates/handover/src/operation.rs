@@ -128,7 +128,7 @@ impl Handover {
                 operation.disks_at_resume.is_some() && times == operation.disks_at_resume
             }
             Step::Resume => evidence::is_untouched(&self.state.hardware.ram.path, operation.untouched_since_ns),
-            Step::Settle => false,
+            Step::GiveBack | Step::Settle => false,
         }
     }
 

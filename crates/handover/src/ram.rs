@@ -3,6 +3,7 @@
 use crate::{HandoverError, evidence};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::transfer::{Capabilities, Feed};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::Operation;
@@ -19,6 +20,16 @@ pub trait Ram {
     /// Adds the evidence to `operation`, just before the decision is journalled. Recovery uses it to detect whether the
     /// guest has run since.
     fn note_evidence(&self, operation: &mut Operation);
+
+    /// Returns whether the destination has the content of the RAM block `id` without a migration stream.
+    fn supplies(&self, id: &str) -> bool {
+        id == MAIN_RAM
+    }
+
+    /// Returns the blocks of the source's block `table` whose content must be in the migration stream.
+    fn carried_blocks(&self, table: Vec<RamBlock>) -> Vec<RamBlock> {
+        table.into_iter().filter(|block| !self.supplies(&block.id)).collect()
+    }
 }
 
 /// RAM to which a destination is connected while it waits for device state from a pipe.

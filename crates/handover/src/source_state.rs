@@ -1,5 +1,5 @@
-//! Saves the state of a source QEMU except its main RAM: the devices, and the *small RAM blocks*, which are not in the
-//! RAM file (firmware, ACPI tables, video memory).
+//! Saves the state of a source QEMU except the RAM that the destination maps: the devices, and the *small RAM blocks*
+//! (firmware, ACPI tables, video memory).
 //!
 //! The small blocks are sent while the guest still runs, and the pages that have changed since are sent in the pause,
 //! if QEMU can save devices alone. Otherwise QEMU writes both in one stream.
@@ -7,10 +7,11 @@
 use crate::HandoverError;
 use crate::saved_state::StreamWriter;
 use rekindle_memory::carried::CarriedBlocks;
+use rekindle_qemu::devices::SAVE_DEVICES;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_qemu::transfer::{Feed, SAVE_DEVICES, StateOutput};
+use rekindle_qemu::transfer::{Feed, StateOutput};
 use rekindle_qemu::vmm::Vmm;
 use serde_json::Value;
 use std::io;
@@ -37,11 +38,25 @@ impl StateSink<'_> {
     }
 }
 
+/// The form of the stream, as the destination expects it, and how the device state gets out of the source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StreamForm {
+    /// For QEMUs with Rekindle's command line: started with `send-configuration=off` and `suppress-vmdesc=on`. The
+    /// source can open a pipe in its directory.
+    Own,
+    /// For QEMUs with the command line of another manager, which may also run as another user.
+    Foreign {
+        /// Name of the machine type with its version, e.g. `pc-q35-10.0`.
+        machine: String,
+    },
+}
+
 /// A save of the source's state in progress.
 #[derive(Debug)]
 pub struct SourceState {
     source: Vmm,
     output: StateOutput,
+    form: StreamForm,
     /// A second monitor connection, on which the save command is staged. `None` if nothing is staged, e.g. because
     /// another client uses that monitor.
     save_qmp: Option<Qmp>,
@@ -60,30 +75,43 @@ enum SmallBlocks {
 }
 
 impl SourceState {
-    /// Prepares to save the guest of `source`, whose RAM blocks are in `table`. Writes the small RAM blocks to `sink`
-    /// while the guest runs, if this QEMU can save devices alone.
+    /// Prepares to save the guest of `source` with the RAM blocks `carried`. Writes these blocks to `sink` while the guest
+    /// runs, if this QEMU can save devices alone. A source of [`StreamForm::Foreign`] must be able to do that: otherwise
+    /// its stream would contain its private RAM.
     ///
     /// # Errors
     /// [`HandoverError`]; the source is unchanged.
     pub fn prepare(
         source: &Vmm,
         qmp: &mut Qmp,
-        table: Vec<RamBlock>,
+        carried: Vec<RamBlock>,
+        form: StreamForm,
         sink: &mut StateSink<'_>,
     ) -> Result<Self, HandoverError> {
         let commands: Vec<Value> = qmp.execute("query-commands", ())?;
         let can_save_devices = commands.iter().any(|command| command["name"] == SAVE_DEVICES);
-        let are_addresses_known = table.iter().all(|block| block.address.is_some());
+        let are_addresses_known = carried.iter().all(|block| block.address.is_some());
         let (output, blocks) = if can_save_devices && are_addresses_known {
-            let sent = CarriedBlocks::read(source.process(), &table).map_err(|e| unreadable(source, e))?;
+            let sent = CarriedBlocks::read(source.process(), &carried).map_err(|e| unreadable(source, e))?;
             let mut part = stream::HEADER.to_vec();
+            let output = match &form {
+                StreamForm::Own => StateOutput::devices(&source.directory())?,
+                StreamForm::Foreign { machine } => {
+                    stream::configuration_ignoring_shared(&mut part, machine);
+                    StateOutput::memory(qmp)?
+                }
+            };
             let section = start_section(&mut part, &sent);
             sink.write(&part)?;
-            (StateOutput::devices(&source.directory())?, SmallBlocks::FromMemory { table, sent, section })
-        } else {
+            (output, SmallBlocks::FromMemory { table: carried, sent, section })
+        } else if form == StreamForm::Own {
             (StateOutput::migration(qmp)?, SmallBlocks::InStream)
+        } else {
+            let no_command =
+                io::Error::other(format!("its QEMU has no `{SAVE_DEVICES}`, or its blocks have no address"));
+            return Err(unreadable(source, no_command));
         };
-        Ok(Self { source: source.clone(), output, save_qmp: None, blocks })
+        Ok(Self { source: source.clone(), output, form, save_qmp: None, blocks })
     }
 
     /// Sends the command that saves the devices, except its end. [`SourceState::begin`] sends the end. Has no effect if
@@ -153,7 +181,7 @@ impl SourceState {
     pub fn send_devices(self, source_qmp: &mut Qmp, mut feed: Option<&mut Feed>) -> Result<DeviceState, HandoverError> {
         // If the blocks were sent separately, the header was sent with them.
         let mut bytes_to_skip = if self.is_resumable_during_load() { stream::HEADER.len() } else { 0 };
-        let Self { source, output, mut save_qmp, .. } = self;
+        let Self { source, output, form, mut save_qmp, .. } = self;
         let mut devices = Vec::with_capacity(DEVICES_CAPACITY_BYTES);
         output.drain(save_qmp.as_mut().unwrap_or(source_qmp), |part| {
             let skipped = bytes_to_skip.min(part.len());
@@ -164,6 +192,9 @@ impl SourceState {
         })?;
         if devices.last() != Some(&stream::END_OF_STREAM) {
             return Err(unreadable(&source, io::Error::other("the saved device state is truncated")));
+        }
+        if let (StreamForm::Foreign { .. }, Some(feed)) = (form, feed) {
+            feed.write(&stream::EMPTY_DESCRIPTION)?;
         }
         Ok(DeviceState { bytes: devices, _second_monitor: save_qmp })
     }

@@ -3,7 +3,7 @@
 //! No other crate uses ioctl, ptrace or raw process memory. The other crates use the types of this one:
 //!
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
-//!   starting and finding them ([`spawn`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
+//!   starting and finding them ([`spawn`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
 //!   memory ([`memory`], [`heap`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
@@ -39,6 +39,7 @@ pub mod sched;
 pub mod softdirty;
 pub mod spawn;
 pub mod stand_in;
+pub mod surroundings;
 pub mod tap;
 #[cfg(test)]
 mod testing;

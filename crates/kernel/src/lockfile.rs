@@ -13,6 +13,7 @@ use crate::process::Process;
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -29,26 +30,42 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Makes the child lock the file `path` before it starts its program, and hold that lock until it ends. The file is
 /// created if it is missing. The calling process never holds the lock.
 ///
-/// Call it last: the child opens the file at the lowest free descriptor number.
+/// Call it last: the child inherits the file at a low free descriptor number.
 ///
 /// # Errors
 /// For a path with a zero byte. The start of the command fails with `EAGAIN` if another process holds the lock.
 pub fn hold<'a>(command: &'a mut Command, path: &Path) -> io::Result<&'a mut Command> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    let lock = byte_lock(libc::F_WRLCK, 0)?;
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; open and fcntl are, and the closure
-    // uses no memory but the path and the structure, which were made before and which it owns.
-    Ok(unsafe {
-        command.pre_exec(move || {
-            // Without O_CLOEXEC: the program inherits it.
-            let flags = libc::O_RDWR | libc::O_CREAT | libc::O_NOFOLLOW;
-            let file = libc::open(path.as_ptr(), flags, 0o600);
-            if file < 0 || libc::fcntl(file, libc::F_OFD_SETLK, &raw const lock) != 0 {
+    let lock = InheritedLock::new(path)?;
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; `take` makes no other.
+    Ok(unsafe { command.pre_exec(move || lock.take(libc::STDERR_FILENO + 1)) })
+}
+
+/// The lock of a file, to be taken by a child between fork and exec.
+pub(crate) struct InheritedLock {
+    path: CString,
+    lock: libc::flock,
+}
+
+impl InheritedLock {
+    pub(crate) fn new(path: &Path) -> io::Result<Self> {
+        Ok(Self { path: CString::new(path.as_os_str().as_bytes())?, lock: byte_lock(libc::F_WRLCK, 0)? })
+    }
+
+    /// Locks the file in the calling process, for as long as the program that it executes runs. The program inherits
+    /// the file at the lowest free descriptor number from `minimum` on. Async-signal-safe.
+    pub(crate) fn take(&self, minimum: RawFd) -> io::Result<()> {
+        let flags = libc::O_RDWR | libc::O_CREAT | libc::O_NOFOLLOW | libc::O_CLOEXEC;
+        // SAFETY: the kernel reads the path and the structure, which live as long as `self`, and keeps nothing of them.
+        let inherited = unsafe {
+            let file = libc::open(self.path.as_ptr(), flags, 0o600);
+            if file < 0 || libc::fcntl(file, libc::F_OFD_SETLK, &raw const self.lock) != 0 {
                 return Err(io::Error::last_os_error());
             }
-            Ok(())
-        })
-    })
+            // Without close-on-exec. Both descriptors refer to one open file, to which the lock belongs.
+            libc::fcntl(file, libc::F_DUPFD, minimum)
+        };
+        if inherited < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
 }
 
 /// Returns the processes that hold the lock of `path`: the process that was started with [`hold`], and children that

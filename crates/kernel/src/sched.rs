@@ -118,13 +118,21 @@ fn threads(process: Process) -> io::Result<Vec<(libc::pid_t, String)>> {
     Ok(threads)
 }
 
-fn policy(thread: libc::pid_t) -> io::Result<libc::c_int> {
+pub(crate) fn policy(thread: libc::pid_t) -> io::Result<libc::c_int> {
     // SAFETY: takes and returns numbers only.
     let policy = unsafe { libc::sched_getscheduler(thread) };
     if policy < 0 { Err(io::Error::last_os_error()) } else { Ok(policy) }
 }
 
-fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
+/// Returns the real-time priority; 0 for other policies.
+pub(crate) fn priority(thread: libc::pid_t) -> io::Result<libc::c_int> {
+    let mut parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the kernel writes `parameters` during the call and keeps nothing of it.
+    let read = unsafe { libc::sched_getparam(thread, &raw mut parameters) };
+    if read < 0 { Err(io::Error::last_os_error()) } else { Ok(parameters.sched_priority) }
+}
+
+pub(crate) fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
     // SAFETY: `__errno_location` points to this thread's errno, which always exists. It is cleared because -1 is a nice
     // value too, so that only errno shows an error.
     unsafe { *libc::__errno_location() = 0 };
@@ -136,13 +144,13 @@ fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
     }
 }
 
-fn set_nice(thread: libc::pid_t, nice: libc::c_int) -> io::Result<()> {
+pub(crate) fn set_nice(thread: libc::pid_t, nice: libc::c_int) -> io::Result<()> {
     // SAFETY: takes and returns numbers only.
     let set = unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.unsigned_abs(), nice) };
     if set < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-fn set_policy(thread: libc::pid_t, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
+pub(crate) fn set_policy(thread: libc::pid_t, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
     let parameters = libc::sched_param { sched_priority: priority };
     // SAFETY: the kernel reads `parameters` during the call and keeps nothing of it.
     let set = unsafe { libc::sched_setscheduler(thread, policy, &raw const parameters) };

@@ -1,7 +1,7 @@
 //! RAM blocks that end with their QEMU, and so must be carried to the next one.
 //!
-//! The main RAM is a shared file. Firmware, option ROMs, ACPI tables and video memory are anonymous memory of the
-//! QEMU process. Their populated pages are read from the process and sent in the migration stream.
+//! The destination maps the main RAM from a file. Firmware, option ROMs, ACPI tables and video memory are anonymous
+//! memory of the QEMU process. Their populated pages are read from the process and sent in the migration stream.
 
 use rekindle_kernel::memory::{self, PageMap};
 use rekindle_kernel::process::Process;
@@ -47,7 +47,7 @@ pub struct CarriedBlocks {
 }
 
 impl CarriedBlocks {
-    /// Reads the blocks of a QEMU process, given the block table that QEMU reports.
+    /// Reads `blocks` of a QEMU process.
     ///
     /// The caller must have stopped the guest, so that the content belongs to one moment.
     ///
@@ -56,7 +56,7 @@ impl CarriedBlocks {
     pub fn read(process: Process, blocks: &[RamBlock]) -> io::Result<Self> {
         let map = PageMap::open(process)?;
         let mut carried = Self::default();
-        for block in blocks.iter().filter(|block| block.id != MAIN_RAM) {
+        for block in blocks {
             let Some(address) = block.address else {
                 let text = format!("this QEMU does not report the address of its RAM block {}", block.id);
                 return Err(io::Error::new(io::ErrorKind::Unsupported, text));

@@ -5,6 +5,7 @@
 //! - [`missing`]: loading a guest's pages while it runs;
 //! - [`directory`]: directories for RAM files, their free space, Rekindle's own tmpfs;
 //! - [`hugepages`]: free huge pages of a hugetlbfs;
+//! - [`room`]: how much memory a process can still allocate;
 //! - [`carried`]: RAM blocks that end with their QEMU (firmware, ACPI tables, video memory);
 //! - [`digest`]: digests of a stopped guest's memory, to prove that it did not change.
 
@@ -16,4 +17,5 @@ pub mod directory;
 pub mod hugepages;
 pub mod missing;
 pub mod ram;
+pub mod room;
 pub mod tracker;

@@ -104,6 +104,35 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
 }
 
 /// Returns a function that copies a page's current content into a copy of the memory.
+#[test]
+fn a_copy_updated_while_the_memory_is_written_is_the_memory_at_each_stop() {
+    for give_back in [false, true] {
+        let victim = Victim::start(Kind::Private, 8000, give_back);
+        let injector = Injector::new(victim.process).unwrap();
+        let mut stopped = Stopped::vouched();
+        let attached = Asynchronous::attach_running(injector, Arc::clone(&victim.ram), None);
+        let (mut tracker, everything) = attached.unwrap();
+        let mut copy = vec![0xff; 8000 * PAGE as usize];
+        apply(&victim.ram, &everything.vouched(), &mut [&mut copy]);
+        let mut collected_running = 0;
+        for round in 0..40 {
+            for _ in 0..3 {
+                let dirty = tracker.collect_running().unwrap().vouched();
+                collected_running += dirty.bytes();
+                apply(&victim.ram, &dirty, &mut [&mut copy]);
+            }
+            victim.stop();
+            tracker.prove(&mut stopped).unwrap();
+            apply(&victim.ram, &tracker.collect(&mut stopped).unwrap(), &mut [&mut copy]);
+            assert_same(&copy, &victim.memory(), &format!("give back: {give_back}, round {round}"));
+            victim.resume();
+        }
+        assert!(collected_running > 0);
+        tracker.detach().unwrap();
+        assert!(!victim.is_registered());
+    }
+}
+
 fn into_copy(copy: Arc<Mutex<Vec<u8>>>) -> impl Fn(&GuestRam, BlockId, Range<u64>) + Send + Clone + 'static {
     move |ram, block, page| {
         let mut bytes = vec![0; (page.end - page.start) as usize];

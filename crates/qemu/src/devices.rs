@@ -7,7 +7,6 @@
 use crate::incoming::MAX_DEVICE_STATE_BYTES;
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::{self, StreamError};
-use crate::transfer::SAVE_DEVICES;
 use rekindle_kernel::process::Process;
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom, memfd_create, open, seek};
@@ -16,6 +15,9 @@ use serde_json::{Value, json};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+
+/// The command that saves devices without RAM. QEMU for x86 has it, even without Xen.
+pub const SAVE_DEVICES: &str = "xen-save-devices-state";
 
 /// Why a device state could not be saved.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +44,8 @@ pub struct DeviceState {
     memory: File,
     /// Number of the descriptor set in QEMU.
     set: u64,
+    /// Whether QEMU releases the locks of the disk images with each save.
+    releases_disks: bool,
 }
 
 /// Text by which our descriptors are recognized among those that QEMU received from others.
@@ -119,7 +123,14 @@ impl DeviceState {
         remove_descriptor_sets(qmp, DescriptorSets::Unused)?;
         let set = json!({"fdset-id": FIRST_SET + u64::from(std::process::id()), "opaque": DESCRIPTOR_LABEL});
         let AddedDescriptor { fdset_id } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
-        Ok(Self { writer, memory: memory.into(), set: fdset_id })
+        Ok(Self { writer, memory: memory.into(), set: fdset_id, releases_disks: false })
+    }
+
+    /// Makes QEMU release its disk images with a save, so that another QEMU can lock them. A `cont` takes them back. The
+    /// guest must have been stopped before the save.
+    #[must_use]
+    pub fn releasing_disks(self) -> Self {
+        Self { releases_disks: true, ..self }
     }
 
     /// Sends the first part of the command ahead, on a connection that is used for nothing else until
@@ -131,9 +142,9 @@ impl DeviceState {
         qmp.stage(SAVE_DEVICES, self.arguments())
     }
 
-    /// `live: false` keeps the disks active.
+    /// `live: false` keeps the disks active. `live: true` deactivates them if the guest was stopped before.
     fn arguments(&self) -> Value {
-        json!({"filename": format!("/dev/fdset/{}", self.set), "live": false})
+        json!({"filename": format!("/dev/fdset/{}", self.set), "live": self.releases_disks})
     }
 
     /// Starts to save; the guest must be stopped. The caller can do other work until [`DeviceState::wait`].

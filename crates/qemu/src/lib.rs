@@ -29,6 +29,7 @@
 //! |---|---|
 //! | [`guest`] | stopping and resuming the guest |
 //! | [`stopped`] | proof that the guest is stopped |
+//! | [`drain`] | waiting for the block I/O that a running guest has in flight |
 //! | [`hold`] | the guest's network output, held until it is released |
 //! | [`ramblock`] | where QEMU's RAM blocks are |
 //! | [`rings`] | where the rings of the virtio devices are |
@@ -49,6 +50,7 @@ pub mod binary;
 pub mod command;
 pub mod cpu;
 pub mod devices;
+pub mod drain;
 pub mod file_identity;
 pub mod foreign;
 pub mod guest;

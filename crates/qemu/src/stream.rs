@@ -31,11 +31,16 @@ pub const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
 pub(crate) const SECTION_START: u8 = 1;
 pub(crate) const SECTION_PART: u8 = 2;
 pub(crate) const SECTION_END: u8 = 3;
+const SUBSECTION: u8 = 5;
+const SECTION_DESCRIPTION: u8 = 6;
 pub(crate) const SECTION_CONFIGURATION: u8 = 7;
 pub(crate) const SECTION_FOOTER: u8 = 0x7e;
 /// Section type that ends a stream, as its last byte.
 pub const END_OF_STREAM: u8 = 0;
 pub(crate) const RAM_VERSION: u32 = 4;
+/// A description of the stream without content. QEMU expects one after [`END_OF_STREAM`] unless it was started with
+/// `-machine suppress-vmdesc=on`, and ignores what it contains.
+pub const EMPTY_DESCRIPTION: [u8; 5] = [SECTION_DESCRIPTION, 0, 0, 0, 0];
 /// Section number of our `ram` section. QEMU numbers its sections upwards from 0; ours only has to differ.
 const RAM_SECTION_ID: u32 = 0x7fff_0001;
 
@@ -96,6 +101,17 @@ pub fn configuration(out: &mut Vec<u8>, machine: &str) {
     out.push(SECTION_CONFIGURATION);
     out.extend((machine.len() as u32).to_be_bytes());
     out.extend(machine);
+}
+
+/// Writes the configuration section for a QEMU with the capability `x-ignore-shared`. Such a QEMU rejects a section that
+/// does not name this capability.
+pub fn configuration_ignoring_shared(out: &mut Vec<u8>, machine: &str) {
+    configuration(out, machine);
+    out.push(SUBSECTION);
+    put_name(out, "configuration/capabilities");
+    // Version of the subsection, number of capabilities.
+    out.extend([1u32, 1].map(u32::to_be_bytes).as_flattened());
+    put_name(out, "x-ignore-shared");
 }
 
 /// Writer of the `ram` section with the blocks that are not shared.

@@ -4,6 +4,7 @@
 //! and it never waits without limit for a QEMU that does not read or write.
 
 use crate::command::Directory;
+use crate::devices::{DeviceState, DeviceStateError, SAVE_DEVICES};
 use crate::qmp::{Qmp, QmpError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
@@ -26,8 +27,6 @@ const POLL_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const MAX_STATE_BYTES: u64 = 1 << 30;
 /// Capacity of a pipe in bytes: several times a device state.
 const PIPE_BYTES: usize = 1 << 20;
-/// The command that saves devices without RAM. QEMU for x86 has it, even without Xen.
-pub const SAVE_DEVICES: &str = "xen-save-devices-state";
 /// Name under which QEMU knows a descriptor that it was handed.
 const FD_NAME: &str = "rekindle";
 
@@ -37,6 +36,8 @@ pub enum TransferError {
     /// QEMU returned an error or did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
+    #[error(transparent)]
+    Devices(#[from] DeviceStateError),
     /// The pipe failed. A broken pipe means that the QEMU at its other end has ended or cancelled.
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
@@ -193,11 +194,13 @@ fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Resul
     Err(TransferError::Failed { what, reason })
 }
 
-/// The pipe out of a QEMU for its device state.
+/// How the device state gets out of a QEMU.
 #[derive(Debug)]
 pub enum StateOutput {
     /// `xen-save-devices-state`: only devices.
     Devices(Fifo),
+    /// The same, for a QEMU that cannot open a pipe of ours: another user, a mount namespace, a security label.
+    Memory(DeviceState),
     /// `migrate` with `x-ignore-shared`: devices, and the RAM blocks that are not shared.
     Migration(PipeReader),
 }
@@ -239,6 +242,14 @@ impl StateOutput {
         Fifo::make(directory.0.join("state.fifo")).map(Self::Devices).map_err(TransferError::Pipe)
     }
 
+    /// Prepares to save with `xen-save-devices-state` into memory of this process.
+    ///
+    /// # Errors
+    /// When QEMU has no such command, or rejects the descriptor.
+    pub fn memory(qmp: &mut Qmp) -> Result<Self, TransferError> {
+        Ok(Self::Memory(DeviceState::open(qmp)?.releasing_disks()))
+    }
+
     /// Prepares to save with `migrate` and `x-ignore-shared`.
     ///
     /// # Errors
@@ -259,8 +270,10 @@ impl StateOutput {
     /// # Errors
     /// When QEMU has closed the connection.
     pub fn stage(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
-        if let Self::Devices(fifo) = self {
-            qmp.stage(SAVE_DEVICES, json!({"filename": fifo.path}))?;
+        match self {
+            Self::Devices(fifo) => qmp.stage(SAVE_DEVICES, json!({"filename": fifo.path}))?,
+            Self::Memory(state) => state.stage(qmp)?,
+            Self::Migration(_) => {}
         }
         Ok(())
     }
@@ -272,6 +285,7 @@ impl StateOutput {
     pub fn begin_staged(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
         match self {
             Self::Devices(_) => Ok(qmp.fire(SAVE_DEVICES)?),
+            Self::Memory(state) => Ok(state.begin_staged(qmp)?),
             Self::Migration(_) => self.begin(qmp),
         }
     }
@@ -285,6 +299,7 @@ impl StateOutput {
             // `live` is true by default: if the guest was stopped before, QEMU also unlocks its disk images, so that
             // another QEMU can lock them.
             Self::Devices(fifo) => qmp.send(SAVE_DEVICES, json!({"filename": fifo.path}), &[])?,
+            Self::Memory(state) => state.begin(qmp)?,
             Self::Migration(_) => {
                 qmp.drop_events();
                 qmp.execute::<Value>("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
@@ -309,6 +324,10 @@ impl StateOutput {
         };
         match &mut self {
             Self::Devices(fifo) => drain_until_reply(&mut fifo.reader, qmp, &mut receive_limited),
+            Self::Memory(state) => {
+                state.wait(qmp)?;
+                receive_limited(&state.take()?)
+            }
             Self::Migration(pipe) => {
                 drain_until_end(pipe, &mut receive_limited)?;
                 wait_saved(qmp, TRANSFER_TIMEOUT)

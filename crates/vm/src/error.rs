@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn an_interrupted_operation_is_called_as_its_command() {
         let kinds = [Kind::Run, Kind::Prepare, Kind::Restore, Kind::Move, Kind::Stop, Kind::VmmWarm, Kind::OsWarmCache];
-        let steps = [Step::Prepare, Step::Suspend, Step::Saved, Step::Resume, Step::Settle];
+        let steps = [Step::Prepare, Step::Suspend, Step::Saved, Step::Resume, Step::GiveBack, Step::Settle];
         for (kind, step) in kinds.into_iter().flat_map(|kind| steps.map(|step| (kind, step))) {
             let e = LifeError::NeedsRecovery { name: "web".into(), kind, step }.to_string();
             assert!(e.starts_with("VM web: `rekindle ") && e.ends_with("rekindle recover web"), "{e}");

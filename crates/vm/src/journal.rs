@@ -82,7 +82,9 @@ pub enum Step {
     Saved,
     /// The decision: from now on only the destination QEMU may run the guest.
     Resume,
-    /// The destination QEMU runs the guest.
+    /// The destination QEMU runs the guest; the program that manages the guest gets it back.
+    GiveBack,
+    /// The destination QEMU runs the guest, and the source is ended.
     Settle,
 }
 
@@ -94,6 +96,7 @@ impl fmt::Display for Step {
             Self::Suspend => "while it stopped the guest",
             Self::Saved => "after it had saved the guest's state",
             Self::Resume => "while it resumed the guest",
+            Self::GiveBack => "while it returned the guest to its manager",
             Self::Settle => "while it cleaned up",
         })
     }

@@ -1,7 +1,7 @@
 //! Tracking by asynchronous write protection: the kernel itself removes the protection of a page at the first write.
 
 use super::registered::{ASYNCHRONOUS, Registered, leftovers};
-use super::{Dirty, TrackError, Tracker};
+use super::{Dirty, TrackError, Tracker, UndrainedDirty};
 use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::pagemap::Rearm;
@@ -34,14 +34,55 @@ impl Asynchronous {
         device: Option<RawFd>,
     ) -> Result<Self, TrackError> {
         let registered = Registered::attach(injector, &ram, ASYNCHRONOUS, device)?;
-        match registered.arm().and_then(|()| registered.prove()) {
-            Ok(()) => Ok(Self { registered, ram }),
-            Err(e) => {
-                registered.release();
-                registered.remote.close()?;
-                Err(e)
-            }
+        let tracker = Self { registered, ram };
+        match tracker.registered.arm().and_then(|()| tracker.registered.prove()) {
+            Ok(()) => Ok(tracker),
+            Err(e) => tracker.detach().and(Err(e)),
         }
+    }
+
+    /// Starts to track all blocks of `ram` while the guest runs. Also returns all of their pages, to be copied after the
+    /// drain. The tracking is not tested yet: [`Asynchronous::prove`] does that when the guest is stopped.
+    ///
+    /// # Errors
+    /// [`TrackError`]; QEMU is unchanged.
+    pub fn attach_running(
+        injector: Injector,
+        ram: Arc<GuestRam>,
+        device: Option<RawFd>,
+    ) -> Result<(Self, UndrainedDirty), TrackError> {
+        let registered = Registered::attach(injector, &ram, ASYNCHRONOUS, device)?;
+        let tracker = Self { registered, ram };
+        // Pages that are populated later than this are also written later than the protection, and so recorded.
+        match tracker.registered.arm().and_then(|()| Ok(Dirty::everything(&tracker.ram)?)) {
+            Ok(everything) => Ok((tracker, UndrainedDirty::new(everything))),
+            Err(e) => tracker.detach().and(Err(e)),
+        }
+    }
+
+    /// Returns the pages written since the last collection, and resets the record, while the guest runs.
+    ///
+    /// # Errors
+    /// As for [`Tracker::collect`].
+    pub fn collect_running(&mut self) -> Result<UndrainedDirty, TrackError> {
+        let mut written = self.registered.written(Rearm::Yes)?;
+        let given_back = self.registered.given_back()?;
+        for ((area, given_back), written) in self.registered.areas.iter().zip(&given_back).zip(&mut written) {
+            self.registered.protect(area, given_back, true)?;
+            // Such a page is not known to be zero: the guest may have written it before it was protected again.
+            *written = written.union(given_back);
+        }
+        let known_zero = vec![PageRuns::new(); written.len()];
+        self.registered.dirty(&self.ram, written, known_zero).map(UndrainedDirty::new)
+    }
+
+    /// Tests that writes are recorded: writes one byte of each block, unchanged. The page of that byte counts as
+    /// written.
+    ///
+    /// # Errors
+    /// [`TrackError::Unproven`]: no page that this tracker has reported can be trusted to be all that was written.
+    pub fn prove(&self, _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
+        self.registered.prove()
     }
 
     /// Continues a record that an earlier process left in QEMU: it contains the writes since that process's last

@@ -16,7 +16,9 @@
 //! hangs. So RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
 //!
 //! **Stopped guests.** A page that was pinned for a disk read before it was protected is written without a fault. So
-//! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not.
+//! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not. [`Asynchronous::attach_running`] and
+//! [`Asynchronous::collect_running`] do not either, but their pages can be copied only after a drain
+//! ([`UndrainedDirty`]).
 //!
 //! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For
 //! shared memory the kernel keeps the protection when a page is punched out of the file, so the page does not count as
@@ -38,12 +40,14 @@ mod asynchronous;
 mod filling;
 mod flight;
 mod registered;
+mod running;
 mod soft_dirty;
 mod synchronous;
 
 pub use asynchronous::Asynchronous;
 pub use filling::Filling;
 pub use registered::{check_userfaultfd, close_leftovers, leftovers};
+pub use running::UndrainedDirty;
 pub use soft_dirty::SoftDirty;
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 

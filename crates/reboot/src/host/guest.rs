@@ -16,8 +16,9 @@ use crate::vmm::recover::{recover_cold, recover_handover};
 use crate::vmm::{RUN_STATE_TIMEOUT, ReplaceOptions, Replacement, begin, stop};
 use rekindle_handover::Handover;
 use rekindle_handover::evidence::disk_times;
+use rekindle_handover::ram::{Ram, SharedRam};
 use rekindle_handover::saved_state::{StreamWriter, save_with_ram};
-use rekindle_handover::source_state::{SourceState, StateSink};
+use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_life::shutdown::Ended;
 use rekindle_life::shutdown::shut_down;
 use rekindle_memory::digest;
@@ -225,10 +226,11 @@ impl PreparedSuspend {
     fn save_in_place(&mut self, qmp: &mut Qmp) -> Result<GuestRemains, RebootError> {
         let [stream_path, digest_path] = state_files(&state_directory(self.state()), self.rundir());
         let ram_path = self.state().hardware.ram.path.clone();
-        let blocks = ramblock::list(qmp)?;
+        let blocks = SharedRam { path: ram_path.clone() }.carried_blocks(ramblock::list(qmp)?);
         let mut stream = StreamWriter::create(stream_path)?;
         let mut sink = StateSink { feed: None, file: &mut stream };
-        let mut source_state = SourceState::prepare(&self.replacement.source_qemu, qmp, blocks, &mut sink)?;
+        let source = &self.replacement.source_qemu;
+        let mut source_state = SourceState::prepare(source, qmp, blocks, StreamForm::Own, &mut sink)?;
         let stopped_host_us = self.stop_guest(qmp)?;
         source_state.begin(qmp)?;
         source_state.send_blocks(&mut sink)?;

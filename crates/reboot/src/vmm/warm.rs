@@ -11,9 +11,9 @@ use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
 use rekindle_handover::destination::{STAGED_RESUME_TIMEOUT, end_failed_load};
-use rekindle_handover::ram::SharedRam;
+use rekindle_handover::ram::{Ram, SharedRam};
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
-use rekindle_handover::source_state::{SourceState, StateSink};
+use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
     Destination, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
@@ -172,9 +172,10 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let mut source_qmp = source_qemu.connect(vmm::START_TIMEOUT)?;
     let source_blocks = compare_qemus(handover.name(), &mut source_qmp, &mut destination.qmp)?;
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
+    let carried = destination.stage.ram.carried_blocks(source_blocks);
     let mut stream = StreamWriter::begin(&handover.rundir)?;
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
-    let mut source_state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
+    let mut source_state = SourceState::prepare(source_qemu, &mut source_qmp, carried, StreamForm::Own, &mut sink)?;
     source_state.stage()?;
     // With a memory comparison, the destination gets further commands before the one that resumes the guest.
     let is_early = source_state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
@@ -347,7 +348,7 @@ fn digest_destination(
     loaded: &mut Destination<LoadedStage<SharedRam>>,
     ram: &Path,
 ) -> Result<MemoryDigests, RebootError> {
-    let blocks = ramblock::list(&mut loaded.qmp)?;
+    let blocks = loaded.stage.ram.carried_blocks(ramblock::list(&mut loaded.qmp)?);
     let small_blocks = CarriedBlocks::read(loaded.vmm.process(), &blocks).ok();
     let ram_digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
     Ok(MemoryDigests::new(ram_digests, small_blocks.as_ref()))

@@ -170,7 +170,7 @@ impl PhaseReboot {
         let can_continue = match handover.journal.operation.step {
             Step::Prepare => true,
             Step::Suspend => self.shutdown.is_some(),
-            Step::Saved | Step::Resume | Step::Settle => false,
+            Step::Saved | Step::Resume | Step::GiveBack | Step::Settle => false,
         };
         if !can_continue {
             return Ok(None);
