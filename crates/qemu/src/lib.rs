@@ -21,6 +21,7 @@
 //! | [`program`] | which program a process runs, and whether that is a QEMU |
 //! | [`adopt`] | a running QEMU that Rekindle did not start |
 //! | [`foreign`] | the command line of such a QEMU, rewritten into one of ours |
+//! | [`takeover_command`] | the command line of such a QEMU, rewritten for a QEMU that takes its guest over |
 //! | [`cpu`] | the CPU features that a guest sees |
 //!
 //! The guest and its state:
@@ -66,6 +67,7 @@ pub mod rings;
 pub mod stopped;
 pub mod stream;
 pub mod syntax;
+pub mod takeover_command;
 pub mod transfer;
 pub mod userfaultfd;
 pub mod vmm;

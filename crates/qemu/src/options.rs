@@ -90,6 +90,14 @@ impl Options {
         }
     }
 
+    /// Sets a key to `on` or `off`, like [`Options::set`]. In JSON, QEMU accepts only a Boolean there.
+    pub fn set_switch(&mut self, key: &str, on: bool) {
+        match self {
+            Self::Pairs(_) => self.set(key, if on { "on" } else { "off" }),
+            Self::Json(map) => drop(map.insert(key.into(), on.into())),
+        }
+    }
+
     /// Removes each key for which `is_removed` is true.
     pub fn remove(&mut self, is_removed: impl Fn(&str) -> bool) {
         match self {
@@ -177,7 +185,9 @@ mod tests {
         json.set("guid", "x");
         assert_eq!((json.get("guid").unwrap(), json.get("bootindex").unwrap()), ("x".into(), "1".into()));
         json.remove(|key| key == "bootindex");
-        assert_eq!(json.to_string(), r#"{"driver":"vmgenid","guid":"x"}"#);
+        json.set_switch("on", true);
+        options.set_switch("smm", false);
+        assert_eq!(json.to_string(), r#"{"driver":"vmgenid","guid":"x","on":true}"#);
     }
 
     #[test]

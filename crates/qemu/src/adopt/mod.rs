@@ -9,6 +9,7 @@ mod obstacle;
 mod peer;
 
 pub use obstacle::Obstacle;
+pub(crate) use obstacle::{obstacle_of_network, obstacle_of_type};
 
 use crate::program::Program;
 use crate::qmp::{Qmp, QmpError, Version};

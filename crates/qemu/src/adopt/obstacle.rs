@@ -58,6 +58,16 @@ const OBSTACLE_FILES: [(&str, &str); 6] = [
 /// Kinds of networks, as `info network` prints them, that are obstacles.
 const OBSTACLE_NETWORKS: [(&str, &str); 2] = [("vhost-user", OTHER_PROCESS), ("vhost-vdpa", HARDWARE)];
 
+/// Returns why a device or object of this type is an obstacle.
+pub(crate) fn obstacle_of_type(kind: &str) -> Option<&'static str> {
+    OBSTACLE_TYPES.iter().find(|(prefix, _)| kind.starts_with(prefix)).map(|(_, why)| *why)
+}
+
+/// Returns why a network of this kind is an obstacle.
+pub(crate) fn obstacle_of_network(kind: &str) -> Option<&'static str> {
+    OBSTACLE_NETWORKS.iter().find(|(network, _)| *network == kind).map(|(_, why)| *why)
+}
+
 /// Returns whether a guest can return memory to the host through a device of this type.
 pub(super) fn gives_back(kind: &str) -> bool {
     ["virtio-balloon", "virtio-mem"].iter().any(|device| kind.starts_with(device))
@@ -109,8 +119,8 @@ fn children(qmp: &mut Qmp, parent: &str) -> Result<Vec<Object>, QmpError> {
 pub(super) fn find_all(qmp: &mut Qmp, process: Process, objects: &[Object]) -> Result<Vec<Obstacle>, AdoptError> {
     let mut obstacles = Vec::new();
     for Object { path, kind } in objects {
-        if let Some((_, why)) = OBSTACLE_TYPES.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
-            obstacles.push(Obstacle { what: format!("{kind} ({path})"), why: (*why).into() });
+        if let Some(why) = obstacle_of_type(kind) {
+            obstacles.push(Obstacle { what: format!("{kind} ({path})"), why: why.into() });
         }
     }
     obstacles.extend(network_obstacles(&qmp.human("info network")?));
@@ -143,8 +153,8 @@ fn network_obstacles(text: &str) -> Vec<Obstacle> {
     let obstacle = |line: &str| {
         let (name, properties) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
         let kind = properties.split(',').find_map(|property| property.strip_prefix("type="))?;
-        let (_, why) = OBSTACLE_NETWORKS.iter().find(|(network, _)| *network == kind)?;
-        Some(Obstacle { what: format!("network {name} ({kind})"), why: (*why).into() })
+        let why = obstacle_of_network(kind)?;
+        Some(Obstacle { what: format!("network {name} ({kind})"), why: why.into() })
     };
     text.lines().filter_map(obstacle).collect()
 }

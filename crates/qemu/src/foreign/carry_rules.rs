@@ -4,11 +4,11 @@
 //! option's effect ([`super`]).
 
 /// A reason, as shown to the user.
-pub(super) type Reason = &'static str;
+pub(crate) type Reason = &'static str;
 
 /// How an option is carried over when the machine is built again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CarryRule {
+pub(crate) enum CarryRule {
     /// Unchanged: the guest sees it, or its devices depend on it.
     Keep,
     /// Left out: it concerns the process, not the guest, or Rekindle sets it itself.
@@ -35,7 +35,8 @@ const OPTIONS_WITH_VALUE: RuleTable = {
             Drop,
         ),
         (&["accel", "mem-path", "runas", "run-with", "chroot", "D", "d", "trace", "msg", "dfilter", "seed"], Drop),
-        (&["loadvm", "add-fd", "plugin", "echr", "rotate"], Drop),
+        // Only Proxmox's QEMU has `-id`: the number of the VM.
+        (&["loadvm", "add-fd", "plugin", "echr", "rotate", "id"], Drop),
         (&["machine", "M", "device", "object", "netdev", "nic", "net", "chardev", "serial", "parallel"], Rewrite),
         (&["debugcon", "audiodev", "audio"], Rewrite),
         (&["readconfig"], Refuse("the options in that file cannot be seen: start it with the options themselves")),
@@ -61,7 +62,7 @@ const SWITCHES: RuleTable = {
 
 /// One option of a command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct CommandOption<'a> {
+pub(crate) struct CommandOption<'a> {
     /// Name without dashes; `hda` for a disk that was given without an option.
     pub name: &'a str,
     /// The option's value; none for a switch.
@@ -78,7 +79,7 @@ fn find_rule(table: RuleTable, option: &str) -> Option<CarryRule> {
 /// # Errors
 /// The first option that is unknown or has no value. After an unknown option it is not known whether the next word is
 /// its value.
-pub(super) fn split(arguments: &[String]) -> Result<Vec<CommandOption<'_>>, String> {
+pub(crate) fn split(arguments: &[String]) -> Result<Vec<CommandOption<'_>>, String> {
     let mut options = Vec::new();
     let mut unread = arguments.iter();
     while let Some(argument) = unread.next() {

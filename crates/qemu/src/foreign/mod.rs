@@ -10,8 +10,14 @@
 //! when it is restored. [`ForeignMachine`] is the result.
 
 mod carry_rules;
+mod differences;
 mod paths;
 mod rewrite;
+
+pub(crate) use carry_rules::{CarryRule, CommandOption, Reason, split};
+pub(crate) use differences::{device_differences, disk_differences};
+pub(crate) use paths::with_absolute_paths;
+pub(crate) use rewrite::{forwards, refused_device, refused_object};
 
 use crate::adopt::{Adopted, Obstacle};
 use crate::command::{ForeignMachine, RamBackend};

@@ -31,7 +31,7 @@ const OPTIONS_WITH_FILES: [OptionWithFiles; 4] = [
 ///
 /// # Errors
 /// The path of a missing file: QEMU has changed its working directory since it started (`-daemonize`).
-pub(super) fn with_absolute_paths(option: &CommandOption<'_>, cwd: &Path) -> Result<Option<String>, String> {
+pub(crate) fn with_absolute_paths(option: &CommandOption<'_>, cwd: &Path) -> Result<Option<String>, String> {
     let Some(value) = option.value else { return Ok(None) };
     if FILE_OPTIONS.contains(&option.name) {
         return absolute(value, cwd).map(Some);

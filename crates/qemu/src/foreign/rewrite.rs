@@ -18,14 +18,14 @@ use std::collections::BTreeSet;
 /// Devices that cannot be built again, by type prefix. (QEMU itself reports what it cannot save: see the obstacles of
 /// [`crate::adopt`].)
 const REFUSED_DEVICES: &[(&str, Reason)] = &[
-    ("qxl", "it needs a SPICE server, which the restored guest does not have: use virtio-vga or VGA"),
+    ("qxl", "it needs a SPICE server, which the new QEMU does not have: use virtio-vga or VGA"),
     ("virtio-gpu-gl", "QEMU cannot save what is in the host's graphics driver"),
     ("virtio-vga-gl", "QEMU cannot save what is in the host's graphics driver"),
     ("virtio-9p", "QEMU cannot save the files that a guest has open on it"),
     ("nvme", "QEMU cannot save its state"),
     ("usb-mtp", "QEMU cannot save its state"),
-    ("nvdimm", "its content is a file of its own, which a restored guest would not write"),
-    ("virtio-pmem", "its content is a file of its own, which a restored guest would not write"),
+    ("nvdimm", "its content is a file of its own, which Rekindle does not carry over"),
+    ("virtio-pmem", "its content is a file of its own, which Rekindle does not carry over"),
     ("usb-redir", "its state is at its other end"),
     ("ccid-card-passthru", "its state is at its other end"),
 ];
@@ -200,8 +200,8 @@ impl Rewriter {
     fn read_device(&mut self, option: &CommandOption<'_>) {
         let Some(device) = self.parse(option, "driver") else { return };
         let driver = device.get("driver").unwrap_or_default();
-        if let Some((_, why)) = REFUSED_DEVICES.iter().find(|(prefix, _)| driver.starts_with(prefix)) {
-            self.refuse(format!("-device {driver}"), *why);
+        if let Some(why) = refused_device(&driver) {
+            self.refuse(format!("-device {driver}"), why);
         }
         let is_serial_port = ["isa-serial", "pci-serial"].contains(&driver.as_str());
         if is_serial_port && !self.has_serial && self.console.is_none() {
@@ -215,8 +215,8 @@ impl Rewriter {
         let Some(mut object) = self.parse(option, "qom-type") else { return };
         let kind = object.get("qom-type").unwrap_or_default();
         let id = object.get("id").unwrap_or_default();
-        if let Some((_, why)) = REFUSED_OBJECTS.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
-            self.refuse(format!("-object {kind},id={id}"), *why);
+        if let Some(why) = refused_object(&kind) {
+            self.refuse(format!("-object {kind},id={id}"), why);
         } else if kind.starts_with("memory-backend-") {
             self.backends.push(id);
         } else if kind.starts_with("secret") {
@@ -267,8 +267,18 @@ impl Rewriter {
     }
 }
 
+/// Returns why a device of this type cannot be built again.
+pub(crate) fn refused_device(driver: &str) -> Option<Reason> {
+    REFUSED_DEVICES.iter().find(|(prefix, _)| driver.starts_with(prefix)).map(|(_, why)| *why)
+}
+
+/// Returns why an object of this type cannot be built again.
+pub(crate) fn refused_object(kind: &str) -> Option<Reason> {
+    REFUSED_OBJECTS.iter().find(|(prefix, _)| kind.starts_with(prefix)).map(|(_, why)| *why)
+}
+
 /// Returns the forwarded ports of a user network, from `key=value` options or JSON.
-fn forwards(netdev: &Options) -> Vec<String> {
+pub(crate) fn forwards(netdev: &Options) -> Vec<String> {
     match netdev {
         Options::Pairs(pairs) => {
             pairs.iter().filter(|(key, _)| key == "hostfwd").filter_map(|(_, rule)| rule.clone()).collect()

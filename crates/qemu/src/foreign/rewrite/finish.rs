@@ -12,6 +12,7 @@ use crate::adopt::Obstacle;
 use crate::command::ForeignMachine;
 use crate::cpu::Features;
 use crate::foreign::MachineFacts;
+use crate::foreign::differences::{device_differences, disk_differences};
 use crate::options::Options;
 use std::collections::BTreeSet;
 
@@ -90,17 +91,9 @@ impl Rewriter {
         }
     }
 
-    /// Rejects a machine whose devices are not exactly those of its command line.
+    /// Rejects a machine whose devices are not exactly those of its command line, and devices on descriptors.
     fn check_devices(&mut self, facts: &MachineFacts) {
-        let named: BTreeSet<String> = self.devices.iter().filter_map(|device| device.get("id")).collect();
-        for id in facts.devices.difference(&named) {
-            let why = "it was plugged in while the guest ran, and is not on its command line: unplug it, or start the \
-                       VM with it";
-            self.refuse(format!("device {id}"), why);
-        }
-        for id in named.difference(&facts.devices) {
-            self.refuse(format!("device {id}"), "it was unplugged while the guest ran: start the VM without it");
-        }
+        self.obstacles.extend(device_differences(&self.devices, &facts.devices));
         let has_descriptor = |device: &&Options| device.keys().iter().any(|key| DESCRIPTOR_KEYS.contains(key));
         let on_descriptors = self.devices.iter().filter(has_descriptor);
         let drivers: Vec<_> = on_descriptors.filter_map(|device| device.get("driver")).collect();
@@ -111,27 +104,9 @@ impl Rewriter {
 
     /// Rejects a disk whose image is not that of the command line: a snapshot was taken, or the medium was changed.
     fn check_disks(&mut self, facts: &MachineFacts) {
-        let mut obstacles = Vec::new();
-        for device in &self.devices {
-            let (Some(id), Some(given_node)) = (device.get("id"), device.get("drive")) else { continue };
-            let current = facts.disks.iter().find(|disk| disk.device.split('/').any(|part| part == id));
-            let Some(current_node) = current.map(|disk| &disk.node).filter(|node| **node != given_node) else {
-                continue;
-            };
-            if self.has_block_node(&given_node) {
-                let why = format!(
-                    "the command line gives it {given_node}, but it shows {current_node} now (a snapshot or another \
-                     medium): start the VM with that"
-                );
-                obstacles.push(Obstacle { what: format!("disk {id}"), why });
-            }
-        }
-        self.obstacles.extend(obstacles);
-    }
-
-    fn has_block_node(&self, name: &str) -> bool {
         let node_name = |argument: &String| Options::parse(argument, "driver").ok()?.get("node-name");
-        self.arguments.iter().filter_map(node_name).any(|node| node == name)
+        let nodes: BTreeSet<String> = self.arguments.iter().filter_map(node_name).collect();
+        self.obstacles.extend(disk_differences(&self.devices, &nodes, &facts.disks));
     }
 
     /// Rejects kept arguments that need something which is left out.

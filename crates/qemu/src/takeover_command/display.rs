@@ -1,0 +1,51 @@
+//! Displays. A VNC server starts without an address; it gets the source's later. The windows of a user's session cannot
+//! be passed on.
+
+use super::Rewriter;
+use crate::foreign::CommandOption;
+use crate::options::Options;
+
+/// Id of a VNC server without `id=`.
+const DEFAULT_VNC_ID: &str = "default";
+/// Kinds of `-display` that need nothing of the host's, or only its graphics device.
+const KEPT_DISPLAYS: [&str; 2] = ["none", "egl-headless"];
+
+impl Rewriter<'_> {
+    pub(super) fn read_vnc(&mut self, value: &str) {
+        let mut server = match Options::parse(value, "vnc") {
+            Ok(server) => server,
+            Err(e) => return self.refuse(format!("-vnc {value}"), e.why),
+        };
+        for key in ["websocket", "reverse"] {
+            if server.get(key).is_some_and(|value| value != "off") {
+                self.refuse(format!("-vnc {key}"), "Rekindle does not pass on this kind of VNC connection");
+            }
+        }
+        self.vnc_servers.push(server.get("id").unwrap_or_else(|| DEFAULT_VNC_ID.into()));
+        server.remove(|key| ["to", "ipv4", "ipv6"].contains(&key));
+        server.set("vnc", "none");
+        self.add("vnc", server.to_string());
+    }
+
+    pub(super) fn read_display(&mut self, option: &CommandOption<'_>) {
+        let value = option.value.unwrap_or_default();
+        let kind = value.split([',', '=']).next().unwrap_or_default();
+        if kind == "vnc" {
+            self.read_vnc(value.strip_prefix("vnc=").unwrap_or_default());
+        } else if KEPT_DISPLAYS.contains(&kind) {
+            self.keep_unchanged(option);
+        } else {
+            let why =
+                "two QEMUs cannot have one window, and Rekindle does not open a new one: use -display none or VNC";
+            self.refuse(format!("-display {value}"), why);
+        }
+    }
+
+    /// Rejects the display that QEMU opens by default.
+    pub(super) fn check_display(&mut self) {
+        if !self.given.display {
+            let why = "the command line does not say whether there is a window: start it with -display none or -vnc";
+            self.refuse("the default display", why);
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Properties of a running machine that its command line does not show.
+
+use crate::adopt::Adopted;
+use crate::foreign::{self, MachineFacts};
+use crate::qmp::{Qmp, QmpError};
+use crate::ramblock::{self, RamBlock};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::os::fd::RawFd;
+
+/// Properties of a running machine, as far as they decide how another QEMU takes over its guest.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RunningFacts {
+    pub machine: MachineFacts,
+    pub ram_blocks: Vec<RamBlock>,
+    pub drives: Vec<Drive>,
+    /// The descriptors that QEMU has for each set of `-add-fd`. They have other numbers than on the command line.
+    pub fd_sets: BTreeMap<u32, Vec<RawFd>>,
+}
+
+/// A drive of the machine at present.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Drive {
+    /// QOM path or id of the device; of `-drive`, its id if it has no device.
+    pub device: String,
+    /// Name of the file that is shown; none without a medium.
+    pub file: Option<String>,
+    /// Whether the tray is open.
+    pub tray_open: bool,
+    /// Whether its rate is limited.
+    pub is_limited: bool,
+}
+
+/// Reads the facts of `adopted`'s machine.
+///
+/// # Errors
+/// When QEMU does not answer or returns an error.
+pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpError> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct FdSet {
+        fdset_id: u32,
+        fds: Vec<SetMember>,
+    }
+    #[derive(Deserialize)]
+    struct SetMember {
+        fd: RawFd,
+    }
+    let machine = foreign::read_facts(adopted, qmp)?;
+    let drives: Vec<Value> = qmp.execute("query-block", ())?;
+    let fd_sets: Vec<FdSet> = qmp.execute("query-fdsets", ())?;
+    let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
+    Ok(RunningFacts {
+        machine,
+        ram_blocks: ramblock::list(qmp)?,
+        drives: drives.iter().filter_map(drive).collect(),
+        fd_sets: fd_sets.into_iter().map(members).collect(),
+    })
+}
+
+/// Reads an entry of `query-block`. `None` if the guest does not see the drive.
+fn drive(entry: &Value) -> Option<Drive> {
+    /// Members of `inserted` that are 0 without a limit.
+    const LIMITS: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
+    let text = |pointer: &str| entry.pointer(pointer).and_then(Value::as_str).filter(|text| !text.is_empty());
+    let limit = |name: &&str| entry.pointer(&format!("/inserted/{name}")).and_then(Value::as_u64).unwrap_or(0);
+    Some(Drive {
+        device: text("/qdev").or_else(|| text("/device"))?.to_owned(),
+        file: text("/inserted/file").map(str::to_owned),
+        tray_open: entry.get("tray_open").and_then(Value::as_bool).unwrap_or(false),
+        is_limited: LIMITS.iter().any(|name| limit(name) > 0),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn entries_of_query_block() {
+        let disk = json!({"device": "", "qdev": "/machine/peripheral/virtio-disk0/virtio-backend",
+            "inserted": {"file": "/images/a", "bps": 0, "iops_wr": 7}});
+        let device = "/machine/peripheral/virtio-disk0/virtio-backend".to_owned();
+        let file = Some("/images/a".to_owned());
+        assert_eq!(drive(&disk), Some(Drive { device, file, tray_open: false, is_limited: true }));
+        let empty = json!({"device": "ide1-cd0", "tray_open": true});
+        let device = "ide1-cd0".to_owned();
+        assert_eq!(drive(&empty), Some(Drive { device, file: None, tray_open: true, is_limited: false }));
+        assert_eq!(drive(&json!({"device": "", "inserted": {"file": "/images/a"}})), None);
+    }
+}

@@ -1,0 +1,232 @@
+//! Single options, and what cannot be taken over.
+
+use super::*;
+use crate::command::RamBackend;
+use crate::foreign::{CurrentDisk, MachineFacts};
+use crate::ramblock::RamBlock;
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+
+fn words(line: &str) -> Vec<String> {
+    line.split(' ').map(str::to_owned).collect()
+}
+
+/// The facts of a machine with 128 MiB of RAM and these devices.
+fn facts(devices: &[&str]) -> RunningFacts {
+    let bytes = 128 * MIB;
+    let block = RamBlock { id: "pc.ram".into(), used: bytes, total: bytes, page_size: 4096, offset: 0, address: None };
+    RunningFacts {
+        machine: MachineFacts {
+            machine: "pc-q35-7.2".into(),
+            backends: vec![RamBackend { id: "pc.ram".into(), bytes }],
+            main_backend: Some("pc.ram".into()),
+            devices: devices.iter().map(|id| (*id).to_owned()).collect(),
+            disks: Vec::new(),
+            cwd: "/".into(),
+        },
+        ram_blocks: vec![block],
+        ..RunningFacts::default()
+    }
+}
+
+fn unix(path: &str) -> SourceDescriptor {
+    SourceDescriptor::Listener(ListenAddress::Unix(path.into()))
+}
+
+fn tcp(address: &str) -> SourceDescriptor {
+    SourceDescriptor::Listener(ListenAddress::Tcp(address.parse().unwrap()))
+}
+
+fn tap(interface: &str) -> SourceDescriptor {
+    SourceDescriptor::Tap { interface: interface.into() }
+}
+
+fn rewrite_line(
+    line: &str,
+    facts: &RunningFacts,
+    open: &[(RawFd, SourceDescriptor)],
+    syntax: Syntax,
+) -> Result<CommandLine, Vec<Obstacle>> {
+    let open = open.iter().cloned().collect();
+    rewrite(&words(line), facts, &open, &Destination { label: "x".into(), syntax })
+}
+
+/// Rewrites `-display none` and these options.
+fn rewritten(options: &str, open: &[(RawFd, SourceDescriptor)]) -> CommandLine {
+    rewrite_line(&format!("-display none {options}"), &facts(&[]), open, Syntax::default()).unwrap()
+}
+
+/// Returns what prevents a replacement.
+fn refused(options: &str, facts: &RunningFacts, open: &[(RawFd, SourceDescriptor)]) -> Vec<String> {
+    let obstacles = rewrite_line(&format!("-display none {options}"), facts, open, Syntax::default()).unwrap_err();
+    obstacles.into_iter().map(|obstacle| obstacle.what).collect()
+}
+
+#[test]
+fn a_plain_command_line() {
+    let line = "-machine q35,accel=kvm -display none -m 128 -qmp unix:/q,server,nowait -serial file:/log -monitor \
+                telnet:127.0.0.1:4444,server,nowait -mem-path /dev/hugepages -mem-prealloc -daemonize -loadvm a -S";
+    let open = [(5, unix("/q")), (6, tcp("127.0.0.1:4444")), (9, tcp("127.0.0.1:1"))];
+    let line = rewrite_line(line, &facts(&[]), &open, Syntax::default()).unwrap();
+    let expected = "-machine type=pc-q35-7.2,accel=kvm -display none -m 128 \
+         -chardev backend=socket,id=compat_monitor0,fd=10,server=on,wait=off -mon chardev=compat_monitor0,mode=control \
+         -chardev backend=file,id=serial0,path=/log,append=on -serial chardev:serial0 \
+         -chardev backend=socket,id=compat_monitor1,telnet=on,fd=11,server=on,wait=off \
+         -mon chardev=compat_monitor1,mode=readline \
+         -object qom-type=memory-backend-file,id=pc.ram,size=134217728,mem-path=/proc/self/fd/12,share=on,prealloc=off,\
+         x-use-canonical-path-for-ramblock-id=off -machine memory-backend=pc.ram \
+         -chardev socket,id=rekindle-x-qmp,fd=13,server=on,wait=off -mon chardev=rekindle-x-qmp,mode=control \
+         -chardev socket,id=rekindle-x-watch,fd=14,server=on,wait=off -mon chardev=rekindle-x-watch,mode=control \
+         -chardev socket,id=rekindle-x-protect,fd=15,server=on,wait=off -mon chardev=rekindle-x-protect,mode=control \
+         -chardev socket,id=rekindle-x-save,fd=16,server=on,wait=off -mon chardev=rekindle-x-save,mode=control \
+         -incoming defer -S";
+    assert_eq!(line.arguments.join(" "), expected);
+    assert_eq!(line.descriptors[&10], Descriptor::Listener { source: 5 });
+    assert_eq!(line.descriptors[&11], Descriptor::Listener { source: 6 });
+    let ram = Descriptor::Ram { block: "pc.ram".into(), bytes: 128 * MIB, page_bytes: 4096 };
+    assert_eq!(line.descriptors[&12], ram);
+    assert_eq!(line.descriptors[&16], Descriptor::OwnMonitor { name: "save" });
+    assert_eq!(line.descriptors.len(), 7);
+}
+
+#[test]
+fn the_name_of_a_ram_block_is_kept() {
+    let mut facts = facts(&[]);
+    facts.ram_blocks[0].id = "/objects/pc.ram".into();
+    facts.ram_blocks[0].page_size = 2 * MIB;
+    let options = "-display none -object memory-backend-memfd,id=pc.ram,size=128M,hugetlb=on,prealloc=on,policy=bind,host-nodes=0";
+    let line = rewrite_line(options, &facts, &[], Syntax::default()).unwrap();
+    let backend = "qom-type=memory-backend-file,id=pc.ram,size=128M,policy=bind,host-nodes=0,mem-path=/proc/self/fd/3,share=on,\
+                   prealloc=off,x-use-canonical-path-for-ramblock-id=on";
+    assert!(line.arguments.iter().any(|argument| argument == backend), "{:?}", line.arguments);
+    let ram = Descriptor::Ram { block: "/objects/pc.ram".into(), bytes: 128 * MIB, page_bytes: 2 * MIB };
+    assert_eq!(line.descriptors[&3], ram);
+}
+
+#[test]
+fn taps_are_passed_as_descriptors() {
+    let open = [(7, tap("t0")), (8, tap("t1")), (9, tap("t1")), (12, SourceDescriptor::VhostNet)];
+    let options = "-netdev tap,id=a,ifname=t0,script=no,downscript=no -netdev tap,id=b,ifname=t1,queues=2,vhost=on";
+    let line = rewritten(options, &open);
+    let text = line.arguments.join(" ");
+    assert!(text.contains("-netdev type=tap,id=a,fd=13 "), "{text}");
+    assert!(text.contains("-netdev type=tap,id=b,vhost=on,fds=14:15,vhostfds=16:17 "), "{text}");
+    assert_eq!(line.descriptors[&15], Descriptor::Tap { source: 9, interface: "t1".into() });
+    assert_eq!(line.descriptors[&16], Descriptor::VhostNet);
+    assert_eq!(refused("-netdev tap,id=a,ifname=t2", &facts(&[]), &open), ["network a"]);
+    assert_eq!(refused("-netdev tap,id=a,fd=12", &facts(&[]), &open), ["network a"]);
+}
+
+#[test]
+fn ports_and_addresses_are_reported() {
+    let options = "-netdev user,id=n,net=10.1.0.0/24,hostfwd=tcp::22-:22 -vnc :1,to=9,password=on -vnc unix:/v,id=two";
+    let line = rewritten(options, &[]);
+    assert_eq!(line.forwards, [Forward { network: Some("n".into()), rule: "tcp::22-:22".into() }]);
+    assert_eq!(line.vnc_servers, ["default", "two"]);
+    let text = line.arguments.join(" ");
+    assert!(
+        text.contains("-netdev type=user,id=n,net=10.1.0.0/24 -vnc vnc=none,password=on -vnc vnc=none,id=two "),
+        "{text}"
+    );
+}
+
+#[test]
+fn connections_have_the_syntax_of_the_destination() {
+    let reconnects = |options: &str, reconnect_ms| {
+        let syntax = Syntax { reconnect_ms, ..Syntax::default() };
+        rewrite_line(options, &facts(&[]), &[], syntax).unwrap().arguments[3].clone()
+    };
+    let (seconds, milliseconds) =
+        ("-display none -chardev socket,id=a,path=/s,reconnect=5", "backend=socket,id=a,path=/s,reconnect-ms=5000");
+    assert_eq!(reconnects(seconds, true), milliseconds);
+    assert_eq!(reconnects(seconds, false), "socket,id=a,path=/s,reconnect=5");
+    let seconds = "backend=socket,id=a,path=/s,reconnect=1";
+    assert_eq!(reconnects("-display none -chardev socket,id=a,path=/s,reconnect-ms=100", false), seconds);
+}
+
+#[test]
+fn a_set_of_descriptors_gets_the_one_that_qemu_has_now() {
+    let mut facts = facts(&[]);
+    facts.fd_sets.insert(3, vec![21]);
+    let options = "-display none -add-fd fd=40,set=3 -chardev file,id=a,path=/dev/fdset/3,append=on";
+    let line = rewrite_line(options, &facts, &[], Syntax::default()).unwrap();
+    assert_eq!(line.descriptors[&40], Descriptor::Duplicate { source: 21 });
+    assert_eq!(
+        refused("-chardev file,id=a,path=/dev/fdset/4,append=on", &facts, &[]),
+        ["file,id=a,path=/dev/fdset/4,append=on"]
+    );
+}
+
+#[test]
+fn everything_that_cannot_be_taken_over_is_named() {
+    let cases = [
+        ("-device vfio-pci,host=1", "-device vfio-pci"),
+        ("-device virtio-mem-pci,memdev=m", "-device virtio-mem-pci"),
+        ("-object input-linux,id=k,evdev=/dev/input/event0", "-object input-linux,id=k"),
+        ("-object sev-guest,id=s", "-object sev-guest,id=s"),
+        ("-machine q35,confidential-guest-support=s", "-machine confidential-guest-support"),
+        ("-chardev socket,id=c,host=h,port=1", "-chardev c"),
+        ("-chardev socket,id=c,path=/gone,server=on", "-chardev c"),
+        ("-chardev socket,id=c,fd=5,server=on", "-chardev c"),
+        ("-chardev pipe,id=c,path=/p", "-chardev c"),
+        ("-serial stdio", "-serial stdio"),
+        ("-netdev vhost-user,id=n,chardev=c", "-netdev vhost-user,id=n"),
+        ("-netdev stream,id=n,addr.type=unix,addr.path=/p", "-netdev stream,id=n"),
+        ("-nic tap,ifname=t0", "-nic tap,ifname=t0"),
+        ("-vnc :0,websocket=on", "-vnc websocket"),
+        ("-spice port=1", "-spice"),
+        ("-display gtk", "-display gtk"),
+        ("-drive file=/d,snapshot=on", "-drive file=/d,snapshot=on"),
+        ("-set netdev.n.vhost=on", "-set netdev.n.vhost=on"),
+        ("-run-with chroot=/c", "-run-with chroot"),
+        ("-readconfig /c", "-readconfig"),
+        ("-gdb tcp::1", "-gdb"),
+        ("-frobnicate", "-frobnicate"),
+    ];
+    for (options, expected) in cases {
+        assert_eq!(refused(options, &facts(&[]), &[]), [expected], "{options}");
+    }
+    // All at the same time.
+    let options = "-gdb tcp::1 -spice port=1 -chardev pipe,id=c,path=/p";
+    assert_eq!(refused(options, &facts(&[]), &[]), ["-chardev c", "-gdb", "-spice"]);
+}
+
+#[test]
+fn what_changed_while_the_guest_ran_is_named() {
+    let mut facts = facts(&["plugged", "disk", "cd"]);
+    facts.machine.backends.push(RamBackend { id: "dimm".into(), bytes: MIB });
+    facts.machine.disks = vec![CurrentDisk { device: "disk".into(), node: "snapshot".into() }];
+    let drive = |device: &str, file: Option<&str>, is_limited| Drive {
+        device: device.into(),
+        file: file.map(str::to_owned),
+        tray_open: false,
+        is_limited,
+    };
+    facts.drives = vec![drive("disk", Some("/overlay"), true), drive("cd", None, false)];
+    let options = "-blockdev file,node-name=base,filename=/d -device virtio-blk-pci,id=disk,drive=base \
+                   -drive if=none,id=iso,file=/i -device ide-cd,id=cd,drive=iso -device pvpanic,id=unplugged";
+    let expected = ["device plugged", "device unplugged", "disk cd", "disk disk", "disk disk", "memory backend dimm"];
+    assert_eq!(refused(options, &facts, &[]), expected);
+}
+
+#[test]
+fn the_terminal_of_a_daemon_is_no_obstacle() {
+    let open = [(0, SourceDescriptor::Null)];
+    let line = rewritten("-nographic", &open);
+    assert!(line.arguments.contains(&"-nographic".to_owned()));
+    assert_eq!(refused("-nographic", &facts(&[]), &[]), ["-nographic"]);
+    let obstacles = rewrite_line("-m 128", &facts(&[]), &open, Syntax::default()).unwrap_err();
+    assert_eq!(obstacles[0].what, "the default display");
+}
+
+proptest! {
+    #[test]
+    fn no_argument_makes_it_panic(words in proptest::collection::vec("(-chardev|-netdev|-object|-serial|-vnc|[a-z=,:0-9-]{0,30})", 0..8)) {
+        let open = BTreeMap::from([(i32::MAX, unix("/q"))]);
+        let destination = Destination { label: "x".into(), syntax: Syntax::default() };
+        if let Ok(line) = rewrite(&words, &facts(&[]), &open, &destination) {
+            prop_assert!(line.arguments.ends_with(&["-incoming".to_owned(), "defer".to_owned(), "-S".to_owned()]));
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Command lines of libvirt and Proxmox, rewritten for a QEMU that takes over the guest: which arguments change, and
+//! that QEMU starts with the result and has the same RAM blocks.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic, reason = "tests")]
+
+mod line;
+
+use line::Line;
+use rekindle_kernel::tap;
+use rekindle_qemu::command::Directory;
+use rekindle_qemu::ramblock;
+use rekindle_qemu::syntax::Syntax;
+use rekindle_qemu::takeover_command::{CommandLine, Descriptor};
+use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
+use rekindle_testing::tools;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+/// Returns the difference of two argument lists, in order: `- ARGUMENT` of `old`, `+ ARGUMENT` of `new`. All other
+/// arguments are in both lists, in the same order.
+fn changes(old: &[String], new: &[String]) -> Vec<String> {
+    // Length of the longest common subsequence of `old[i..]` and `new[j..]`.
+    let mut common = vec![vec![0; new.len() + 1]; old.len() + 1];
+    for i in (0..old.len()).rev() {
+        for j in (0..new.len()).rev() {
+            common[i][j] =
+                if old[i] == new[j] { common[i + 1][j + 1] + 1 } else { common[i + 1][j].max(common[i][j + 1]) };
+        }
+    }
+    let (mut i, mut j) = (0, 0);
+    let mut changes = Vec::new();
+    while i < old.len() || j < new.len() {
+        if i < old.len() && j < new.len() && old[i] == new[j] {
+            (i, j) = (i + 1, j + 1);
+        } else if j == new.len() || (i < old.len() && common[i + 1][j] >= common[i][j + 1]) {
+            changes.push(format!("- {}", old[i]));
+            i += 1;
+        } else {
+            changes.push(format!("+ {}", new[j]));
+            j += 1;
+        }
+    }
+    changes
+}
+
+#[test]
+fn only_what_two_qemus_cannot_share_is_changed() {
+    let mut differing = BTreeMap::new();
+    for name in ["user-network", "tap-and-memfd", "uefi-and-numa", "libvirt-11-form", "proxmox-8-form"] {
+        let line = Line::read(name);
+        let rewritten = line.rewrite().unwrap_or_else(|obstacles| panic!("{name}: {obstacles:?}"));
+        let changes = changes(&line.arguments, &rewritten.arguments);
+        if changes != line.changes {
+            differing.insert(name, changes);
+        }
+    }
+    assert!(differing.is_empty(), "other changes than in the files:\n{}", serde_json::to_string(&differing).unwrap());
+}
+
+#[test]
+fn a_line_with_a_tpm_is_refused() {
+    let obstacles = Line::read("tpm").rewrite().unwrap_err();
+    let named: Vec<_> = obstacles.iter().map(|obstacle| obstacle.what.as_str()).collect();
+    assert_eq!(named, ["-chardev chrtpm", "-tpmdev"]);
+}
+
+#[test]
+fn a_second_replacement_has_only_its_own_monitors() {
+    let mut line = Line::read("uefi-and-numa");
+    let first = line.rewrite().unwrap();
+    line.arguments = first.arguments.clone();
+    let second = line.rewrite().unwrap();
+    let count = |line: &CommandLine, text: &str| line.arguments.iter().filter(|word| word.contains(text)).count();
+    for text in ["rekindle-", "memory-backend-file", "chardev=charmonitor", "defer", "-S"] {
+        assert_eq!(count(&second, text), count(&first, text), "{text}: {:?}", second.arguments);
+    }
+    assert_eq!(second.descriptors.len(), first.descriptors.len());
+}
+
+/// Files of a line's QEMU, in a directory of the test.
+struct Files<'a>(&'a Path);
+
+impl Files<'_> {
+    /// Names the files of the line in the directory, and creates them.
+    fn place(&self, line: &mut Line) {
+        const FLASH_BYTES: [(&str, u64); 2] = [("OVMF_CODE_4M.ms.fd", 3_653_632), ("golden-uefi_VARS.fd", 540_672)];
+        let directory = self.0.to_str().unwrap();
+        let drives = line.facts.drives.iter_mut().filter_map(|drive| drive.file.as_mut());
+        for text in line.arguments.iter_mut().chain(drives) {
+            for prefix in ["/var/lib/libvirt/", "/usr/share/OVMF/"] {
+                *text = text.replace(prefix, &format!("{directory}{prefix}"));
+            }
+        }
+        for argument in &line.arguments {
+            let Ok(options) = serde_json::from_str::<Value>(argument) else { continue };
+            let Some(path) = options.get("filename").or_else(|| options.get("file")).and_then(Value::as_str) else {
+                continue;
+            };
+            let path = Path::new(path);
+            if !path.starts_with(self.0) {
+                continue;
+            }
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            let content = match name.rsplit('.').next().unwrap() {
+                "qcow2" => empty_qcow2(),
+                "aes" => vec![7; 32],
+                _ => {
+                    let flash = FLASH_BYTES.iter().find(|(flash, _)| *flash == name);
+                    vec![0; flash.map_or(2 << 20, |(_, bytes)| *bytes as usize)]
+                }
+            };
+            fs::write(path, content).unwrap();
+        }
+    }
+
+    /// Opens what the destination needs. Rekindle's monitors are bound in the directory.
+    fn open(&self, line: &CommandLine) -> Vec<(OwnedFd, RawFd)> {
+        let listener = |name: String| OwnedFd::from(UnixListener::bind(self.0.join(name)).unwrap());
+        let open = |(number, descriptor): (&RawFd, &Descriptor)| {
+            let fd = match descriptor {
+                Descriptor::Ram { bytes, .. } => {
+                    let memory = memfd_create("ram", MemfdFlags::CLOEXEC).unwrap();
+                    ftruncate(&memory, *bytes).unwrap();
+                    memory
+                }
+                Descriptor::OwnMonitor { name } => {
+                    let directory = Directory(self.0.to_owned());
+                    let path = [directory.qmp(), directory.watch(), directory.protect(), directory.save()];
+                    let path = path.into_iter().find(|path| path.to_string_lossy().contains(name)).unwrap();
+                    UnixListener::bind(path).unwrap().into()
+                }
+                Descriptor::Listener { source } => listener(format!("stand-in-{source}")),
+                Descriptor::Tap { .. } => tap::open_transient(&format!("rkc{}", std::process::id())).unwrap(),
+                Descriptor::VhostNet | Descriptor::Duplicate { .. } => {
+                    panic!("no line of this test has {descriptor:?}")
+                }
+            };
+            (fd, *number)
+        };
+        line.descriptors.iter().map(open).collect()
+    }
+}
+
+/// Returns a qcow2 image of 1 GiB without data.
+fn empty_qcow2() -> Vec<u8> {
+    const CLUSTER_BITS: u32 = 16;
+    const CLUSTER: usize = 1 << CLUSTER_BITS;
+    let words: [u32; 18] = [
+        u32::from_be_bytes(*b"QFI\xfb"),
+        2, // version
+        0,
+        0,
+        0, // no backing file
+        CLUSTER_BITS,
+        0,
+        1 << 30, // size
+        0,       // not encrypted
+        2,       // entries of the L1 table
+        0,
+        3 << CLUSTER_BITS, // the L1 table
+        0,
+        1 << CLUSTER_BITS, // the refcount table
+        1,                 // clusters of the refcount table
+        0,
+        0,
+        0, // no snapshots
+    ];
+    let mut image: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes()).collect();
+    image.resize(4 * CLUSTER, 0);
+    image[CLUSTER..CLUSTER + 8].copy_from_slice(&(2 * CLUSTER as u64).to_be_bytes());
+    for reference_count in image[2 * CLUSTER..2 * CLUSTER + 8].chunks_mut(2) {
+        reference_count.copy_from_slice(&1u16.to_be_bytes());
+    }
+    image
+}
+
+/// Starts a QEMU with the rewritten line, and checks that it waits for the guest's state with the source's RAM blocks.
+fn start(name: &str, binary: &Path) {
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let files = Files(root.path());
+    let mut line = Line::read(name);
+    files.place(&mut line);
+    let rewritten = line.rewrite_for(Syntax::default()).unwrap();
+    let directory = Directory(root.path().to_owned());
+    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, files.open(&rewritten)).unwrap();
+    let connected = qemu.connect(START_TIMEOUT);
+    let mut qmp = connected.unwrap_or_else(|e| panic!("{name} with {}: {e}", binary.display()));
+    let status: Value = qmp.execute("query-status", ()).unwrap();
+    assert_eq!(status["status"], "inmigrate", "{name} with {}", binary.display());
+    let blocks = |list: &[ramblock::RamBlock]| {
+        list.iter().map(|block| (block.id.clone(), block.total)).collect::<BTreeMap<_, _>>()
+    };
+    let destination = ramblock::list(&mut qmp).unwrap();
+    assert_eq!(blocks(&destination), blocks(&line.facts.ram_blocks), "{name} with {}", binary.display());
+    let backends: Value = qmp.execute("query-memdev", ()).unwrap();
+    assert!(backends.as_array().unwrap().iter().all(|backend| backend["share"] == true), "{backends}");
+    qemu.kill().unwrap();
+}
+
+#[test]
+fn qemu_7_2_starts_with_the_rewritten_lines() {
+    ["user-network", "tap-and-memfd", "uefi-and-numa"].iter().for_each(|name| start(name, tools::qemu_old()));
+}
+
+#[test]
+fn qemu_10_starts_with_the_rewritten_lines() {
+    ["user-network", "tap-and-memfd", "uefi-and-numa"].iter().for_each(|name| start(name, tools::qemu_new()));
+}
+
+#[test]
+fn qemu_11_starts_with_the_rewritten_lines() {
+    ["user-network", "tap-and-memfd", "uefi-and-numa"].iter().for_each(|name| start(name, tools::qemu_newest()));
+}
