@@ -19,6 +19,7 @@
 //! | [`command`] | the description of a VM's machine, and the command line that builds it |
 //! | [`vmm`] | a running QEMU, started or adopted: its sockets and its end |
 //! | [`program`] | which program a process runs, and whether that is a QEMU |
+//! | [`outdated`] | whether a running QEMU is older than the installed one |
 //! | [`adopt`] | a running QEMU that Rekindle did not start |
 //! | [`foreign`] | the command line of such a QEMU, rewritten into one of ours |
 //! | [`takeover_command`] | the command line of such a QEMU, rewritten for a QEMU that takes its guest over |
@@ -60,6 +61,7 @@ pub mod incoming;
 pub mod libvirt;
 pub mod monitor;
 pub mod options;
+pub mod outdated;
 pub mod program;
 pub mod qmp;
 pub mod ramblock;

@@ -84,6 +84,17 @@ impl Program {
         }
     }
 
+    /// Opens the file that the process runs, even if it was removed or replaced since.
+    ///
+    /// # Errors
+    /// `PermissionDenied` for the process of another user; `NotFound` if it has ended.
+    pub fn open_file(&self) -> io::Result<File> {
+        match self.files.as_slice() {
+            [program, _loader] => self.open_loaded(program),
+            _ => self.open_executed(),
+        }
+    }
+
     /// Opens the file that the kernel has executed, even if another file has its name now.
     fn open_executed(&self) -> io::Result<File> {
         File::open(format!("/proc/{}/exe", self.process.pid))
@@ -163,18 +174,25 @@ fn is_executable(path: &Path) -> bool {
 }
 
 /// Returns whether the file contains `text`.
-fn contains(mut file: File, text: &[u8]) -> io::Result<bool> {
+fn contains(file: File, text: &[u8]) -> io::Result<bool> {
+    position_of(file, text).map(|position| position.is_some())
+}
+
+/// Returns the offset of `text` in the file, in bytes.
+pub(crate) fn position_of(mut file: File, text: &[u8]) -> io::Result<Option<u64>> {
     let finder = memmem::Finder::new(text);
     // Keep the end of each chunk: the text may extend across two chunks.
     let mut buffer = Vec::with_capacity(CHUNK_BYTES + text.len());
+    let mut buffer_offset = 0;
     loop {
         let searched = buffer.len().saturating_sub(text.len());
         buffer.drain(..searched);
+        buffer_offset += searched as u64;
         if file.by_ref().take(CHUNK_BYTES as u64).read_to_end(&mut buffer)? == 0 {
-            return Ok(false);
+            return Ok(None);
         }
-        if finder.find(&buffer).is_some() {
-            return Ok(true);
+        if let Some(position) = finder.find(&buffer) {
+            return Ok(Some(buffer_offset + position as u64));
         }
     }
 }

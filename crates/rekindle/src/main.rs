@@ -20,6 +20,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&output, arguments),
         Command::Ls => commands::show::list(&output),
+        Command::Status => commands::status::status(&output),
         Command::Show(arguments) => commands::show::show(&output, &arguments),
         Command::Console(arguments) => commands::console::console(&arguments),
         Command::Stop(arguments) => commands::stop::stop(&output, &arguments),

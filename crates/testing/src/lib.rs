@@ -1,5 +1,5 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
-//! guest that were not started by Rekindle, huge pages of the host, and waiting.
+//! guest that were not started by Rekindle, a private libvirt, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
@@ -7,6 +7,7 @@
 
 pub mod foreign;
 pub mod hugepages;
+pub mod libvirt;
 pub mod micro;
 pub mod process;
 pub mod tools;

@@ -42,7 +42,7 @@ Exit status: 0 done; 1 failed, the guest is unchanged; 2 wrong usage; 3 failed, 
 /// a command that is only spelled alike.
 const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["start", "boot", "create", "launch"], "run"),
-    (&["list", "ps", "status"], "ls"),
+    (&["list", "ps"], "ls"),
     (&["info", "inspect", "dumpxml"], "show"),
     (&["shutdown", "kill", "destroy", "poweroff", "delete", "rm"], "stop"),
     (&["migrate"], "move"),
@@ -90,6 +90,17 @@ Examples:
   rekindle ls
   rekindle --json ls")]
     Ls,
+    /// Show which VMs and libvirt domains of this host run in a QEMU that is older than the installed one.
+    ///
+    /// Needs: root to see libvirt's domains.
+    ///
+    /// After an upgrade of QEMU, guests continue in the old one until it is replaced: `rekindle reboot vmm` replaces it
+    /// under a VM of Rekindle.
+    #[command(after_help = "\
+Examples:
+  rekindle status
+  rekindle --json status")]
+    Status,
     /// Show a VM's definition with all defaults, its QEMU and its helpers.
     #[command(after_help = "\
 Examples:

@@ -31,6 +31,7 @@ pub mod recover;
 pub mod restore;
 pub mod run;
 pub mod show;
+pub mod status;
 pub mod stop;
 pub mod store;
 

@@ -11,3 +11,4 @@ mod life;
 mod messages;
 mod monitor;
 mod ocf;
+mod status;

@@ -1,0 +1,269 @@
+//! A libvirt of its own for one test: a real libvirtd and virtlogd of the system (`qemu:///system`) in a mount
+//! namespace, and domains with the micro guest.
+//!
+//! Only the directories of libvirt are private, at the usual paths: `/run`, `/etc/libvirt` and its directories below
+//! `/var`. They are empty file systems in memory, which vanish with the namespace. So tests run concurrently, and do
+//! not see the host's libvirt. Network, cgroups and process numbers are the host's: names of domains contain the number
+//! of the test's process, because libvirt names cgroups after them.
+
+use crate::micro::{self, exchange, free_port};
+use crate::{DEADLINE, tools, wait_for};
+use nix::sched::{CloneFlags, unshare};
+use rekindle_kernel::process::Process;
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+use std::fs;
+use std::io;
+use std::marker::PhantomData;
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+/// Directories of which the namespace has its own.
+const PRIVATE_DIRECTORIES: &[&str] =
+    &["/run", "/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"];
+/// The daemon's configuration: root may connect without polkit, which does not run in a test.
+const DAEMON_CONFIGURATION: &str = "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n";
+const LIBVIRTD: &str = "/usr/sbin/libvirtd";
+const VIRTLOGD: &str = "/usr/sbin/virtlogd";
+const LIBVIRTD_PID_FILE: &str = "/run/libvirtd.pid";
+const VIRTLOGD_PID_FILE: &str = "/run/virtlogd.pid";
+/// Where the daemon has the status file and the pid file of each running domain.
+const STATUS_DIRECTORY: &str = "/run/libvirt/qemu";
+/// Images that the user of libvirt's QEMUs can read.
+const IMAGE_DIRECTORY: &str = "/var/lib/libvirt/images";
+/// Time limit of a first reply of the guest. A new connection is faster than a retransmission of QEMU's user network.
+const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A private libvirt. What the test's thread starts and opens from then on, also threads and processes, finds this one
+/// instead of the host's. Its domains and daemons end on drop.
+pub struct PrivateLibvirt {
+    /// The namespace belongs to the thread that has made it.
+    _not_send: PhantomData<*const ()>,
+}
+
+impl PrivateLibvirt {
+    /// Starts libvirt for the calling thread. Needs root.
+    pub fn start() -> Self {
+        for program in [LIBVIRTD, VIRTLOGD] {
+            assert!(Path::new(program).exists(), "{program} is missing; install libvirt-daemon-system");
+        }
+        unshare(CloneFlags::CLONE_NEWNS).expect("a mount namespace; run the tests as root");
+        mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
+        for directory in PRIVATE_DIRECTORIES {
+            fs::create_dir_all(directory).unwrap();
+            mount("tmpfs", *directory, "tmpfs", MountFlags::NOSUID, c"mode=755").unwrap();
+        }
+        fs::write("/etc/libvirt/libvirtd.conf", DAEMON_CONFIGURATION).unwrap();
+        fs::create_dir(IMAGE_DIRECTORY).unwrap();
+        for image in ["vmlinuz", "initrd"] {
+            fs::copy(tools::micro().join(image), Path::new(IMAGE_DIRECTORY).join(image)).unwrap();
+        }
+        start_in_background(VIRTLOGD);
+        let libvirt = Self { _not_send: PhantomData };
+        libvirt.start_daemon();
+        libvirt
+    }
+
+    /// Starts the daemon, and returns when it accepts connections.
+    pub fn start_daemon(&self) {
+        start_in_background(LIBVIRTD);
+        self.virsh(&["uri"]);
+    }
+
+    /// Returns the daemon; `None` if it does not run.
+    pub fn daemon(&self) -> Option<Process> {
+        process_in(Path::new(LIBVIRTD_PID_FILE))
+    }
+
+    /// Stops the daemon. The domains continue.
+    pub fn stop_daemon(&self) {
+        stop(self.daemon().expect("a running daemon"));
+    }
+
+    /// Runs `virsh` and returns its output. Panics if it fails.
+    #[track_caller]
+    pub fn virsh(&self, arguments: &[&str]) -> String {
+        self.try_virsh(arguments).unwrap_or_else(|problem| panic!("virsh {arguments:?}: {problem}"))
+    }
+
+    /// Runs `virsh` and returns its output, or its messages if it fails.
+    pub fn try_virsh(&self, arguments: &[&str]) -> Result<String, String> {
+        let output = Command::new("virsh").args(["--connect", "qemu:///system"]).args(arguments).output();
+        let output = output.expect("virsh of the package libvirt-clients");
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+    }
+
+    /// Starts a domain and waits until its guest is up.
+    pub fn boot(&self, options: &DomainOptions<'_>) -> Domain<'_> {
+        let domain = self.create(options);
+        let is_up = || {
+            assert!(domain.process().is_alive(), "QEMU has ended: {}", domain.log());
+            domain.is_up().then_some(())
+        };
+        wait_for("the guest of a domain", DEADLINE, is_up);
+        domain
+    }
+
+    /// Starts a domain. Returns before its guest is up.
+    pub fn create(&self, options: &DomainOptions<'_>) -> Domain<'_> {
+        let name = format!("rekindle-{}-{}", std::process::id(), options.name);
+        let port = free_port();
+        let file = Path::new("/run").join(format!("{name}.xml"));
+        fs::write(&file, options.xml(&name, port)).unwrap();
+        self.virsh(&["create", &file.to_string_lossy()]);
+        Domain { libvirt: self, name, port }
+    }
+}
+
+impl Drop for PrivateLibvirt {
+    fn drop(&mut self) {
+        let entries = fs::read_dir(STATUS_DIRECTORY).into_iter().flatten().flatten();
+        // The daemon has its own pid file in the directory.
+        let status_files =
+            entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "xml"));
+        let qemus: Vec<_> = status_files.filter_map(|path| process_in(&path.with_extension("pid"))).collect();
+        // Only the daemon removes what a domain has outside of the namespace: its cgroups.
+        if self.daemon().is_none() {
+            start_in_background(LIBVIRTD);
+        }
+        let names = self.try_virsh(&["list", "--name"]).unwrap_or_default();
+        let failures: Vec<_> = names.lines().filter_map(|name| self.try_virsh(&["destroy", name]).err()).collect();
+        let left: Vec<_> = qemus.into_iter().filter(Process::is_alive).collect();
+        for process in &left {
+            let _ = process.kill();
+        }
+        for pid_file in [LIBVIRTD_PID_FILE, VIRTLOGD_PID_FILE] {
+            if let Some(process) = process_in(Path::new(pid_file)) {
+                stop(process);
+            }
+        }
+        if !thread::panicking() {
+            assert!(left.is_empty(), "QEMUs that libvirt did not end: {left:?}; {failures:?}");
+        }
+    }
+}
+
+/// What a domain has.
+#[derive(Debug, Clone)]
+pub struct DomainOptions<'a> {
+    /// Name within the test.
+    pub name: &'a str,
+    /// QEMU of the domain. Its user must be able to read and execute the file.
+    pub emulator: &'a Path,
+    /// libvirt's XML of devices in addition to a console and a network card.
+    pub devices: &'a str,
+    /// libvirt's XML of the element `<memoryBacking>`, or an empty text.
+    pub memory_backing: &'a str,
+}
+
+impl<'a> DomainOptions<'a> {
+    /// Makes options for a guest with two processors and 256 MiB of RAM in the QEMU of most tests.
+    pub fn new(name: &'a str) -> Self {
+        Self { name, emulator: tools::qemu_new(), devices: "", memory_backing: "" }
+    }
+
+    /// Returns libvirt's description. `port` of this host is forwarded to the guest, which libvirt's own network cards
+    /// of type `user` cannot.
+    fn xml(&self, name: &str, port: u16) -> String {
+        let Self { emulator, devices, memory_backing, .. } = self;
+        let (emulator, guest_port) = (emulator.display(), micro::PORT);
+        format!(
+            "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+  <name>{name}</name>
+  <memory unit='MiB'>256</memory>
+  {memory_backing}
+  <vcpu>2</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc'>hvm</type>
+    <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
+    <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
+    <cmdline>console=ttyS0 quiet</cmdline>
+  </os>
+  <features><acpi/></features>
+  <devices>
+    <emulator>{emulator}</emulator>
+    <serial type='pty'/>
+    {devices}
+  </devices>
+  <qemu:commandline>
+    <qemu:arg value='-netdev'/>
+    <qemu:arg value='user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{guest_port}'/>
+    <qemu:arg value='-device'/>
+    <qemu:arg value='virtio-net-pci,netdev=net,mac=52:54:00:00:00:77,addr=0x1e'/>
+  </qemu:commandline>
+</domain>
+"
+        )
+    }
+}
+
+/// A running domain.
+pub struct Domain<'a> {
+    libvirt: &'a PrivateLibvirt,
+    /// Name that libvirt knows.
+    pub name: String,
+    /// Port of this host that is forwarded to the guest.
+    pub port: u16,
+}
+
+impl Domain<'_> {
+    /// Returns the path of the status file, which exists while the domain runs.
+    pub fn status_file(&self) -> PathBuf {
+        Path::new(STATUS_DIRECTORY).join(format!("{}.xml", self.name))
+    }
+
+    /// Returns the QEMU that libvirt has recorded.
+    pub fn process(&self) -> Process {
+        process_in(&Path::new(STATUS_DIRECTORY).join(format!("{}.pid", self.name))).expect("a running domain")
+    }
+
+    /// Returns libvirt's name of the domain's state: `running`, `paused`, `shut off`.
+    pub fn state(&self) -> String {
+        self.libvirt.virsh(&["domstate", &self.name])
+    }
+
+    /// Returns QEMU's log.
+    pub fn log(&self) -> String {
+        fs::read_to_string(format!("/var/log/libvirt/qemu/{}.log", self.name)).unwrap_or_default()
+    }
+
+    fn try_ask(&self, command: &str, timeout: Duration) -> io::Result<String> {
+        exchange(&TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?, command, timeout)
+    }
+
+    /// Returns whether the guest replies.
+    pub fn is_up(&self) -> bool {
+        self.try_ask("boot-id", FIRST_REPLY_TIMEOUT).is_ok()
+    }
+
+    /// Sends a command to the guest and returns the text after `ok` in the reply.
+    #[track_caller]
+    pub fn ask(&self, command: &str) -> String {
+        let reply = self.try_ask(command, DEADLINE).unwrap_or_else(|e| panic!("`{command}` to the guest: {e}"));
+        let answer = reply.strip_prefix("ok").unwrap_or_else(|| panic!("the guest answers `{command}`: {reply}"));
+        answer.trim().into()
+    }
+}
+
+/// Starts a daemon that goes to the background when it is ready. Needs a running virtlogd for libvirtd.
+fn start_in_background(program: &str) {
+    let status = Command::new(program).arg("-d").stdin(Stdio::null()).stdout(Stdio::null()).status();
+    assert!(status.expect(program).success(), "{program} does not start");
+}
+
+fn stop(process: Process) {
+    process.terminate().unwrap();
+    if !process.wait_end(DEADLINE).unwrap() {
+        let _ = process.kill();
+        panic!("process {} did not end", process.pid);
+    }
+}
+
+/// Returns the running process that a pid file names. A daemon has created the file before it writes it.
+fn process_in(pid_file: &Path) -> Option<Process> {
+    let text = fs::read_to_string(pid_file).ok()?;
+    Process::of(text.trim().parse().ok()?).ok().filter(Process::is_alive)
+}
