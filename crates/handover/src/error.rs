@@ -1,6 +1,5 @@
 //! Why a hand-over failed.
 
-use crate::copied_ram::CopyError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
@@ -82,8 +81,6 @@ pub enum HandoverError {
     Network(#[from] NetworkError),
     #[error(transparent)]
     Ram(#[from] RamError),
-    #[error("cannot give the guest's RAM to the destination QEMU")]
-    Copy(#[from] CopyError),
 }
 
 impl HandoverError {

@@ -265,7 +265,7 @@ fn send_state(source: &Source, qmp: &mut Qmp, ram: &GuestRam, copy: &CopiedRam, 
 #[test]
 fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
     for (from, to) in [(qemu_old(), qemu_new()), (qemu_new(), qemu_newest())] {
-        let source = Source::boot_as(from, "memory-backend-ram", "pc-q35-7.2");
+        let mut source = Source::boot_as(from, "memory-backend-ram", "pc-q35-7.2");
         source.qemu.ask("touch 48M 7");
         source.qemu.ask("dirty 20 48 random");
         let boot = source.qemu.ask("boot-id");
@@ -290,7 +290,7 @@ fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
         wait_loaded(&mut destination_qmp, rekindle_testing::DEADLINE)
             .unwrap_or_else(|e| panic!("{e}: {}", destination.output()));
         guest::resume(&mut destination_qmp).unwrap();
-        drop(source);
+        source.qemu.kill();
         assert_eq!(destination.ask("boot-id"), boot);
         destination.ask("dirty 0");
         assert!(destination.ask("verify").parse::<u64>().unwrap() > 0);

@@ -168,8 +168,9 @@ mod tests {
 
     fn root(permitted: &str, ambient: &str, no_new_privs: u8) -> Credentials {
         let status = format!(
-            "Name:\tx\nUmask:\t0027\nUid:\t0\t0\t0\t0\nGid:\t5\t5\t5\t5\nGroups:\t5 1000 \nCapInh:\t0\nCapPrm:\t{permitted}\n\
-             CapEff:\t{permitted}\nCapBnd:\t3000\nCapAmb:\t{ambient}\nNoNewPrivs:\t{no_new_privs}\n"
+            "Name:\tx\nUmask:\t0027\nUid:\t0\t0\t0\t0\nGid:\t5\t5\t5\t5\nGroups:\t5 1000 \n\
+             CapInh:\t0\nCapPrm:\t{permitted}\nCapEff:\t{permitted}\n\
+             CapBnd:\t3000\nCapAmb:\t{ambient}\nNoNewPrivs:\t{no_new_privs}\n"
         );
         Credentials::parse(&status).unwrap()
     }

@@ -27,7 +27,7 @@ const RESOURCES: [(&str, Resource); 16] = [
     ("Max realtime timeout", Resource::Rttime),
 ];
 
-/// `IOPRIO_WHO_PROCESS` of `<linux/ioprio.h>`: the number is that of a thread.
+/// `ioprio_get(2)` and `ioprio_set(2)`: the number is that of a thread.
 const IO_PRIORITY_OF_THREAD: libc::c_int = 1;
 /// Bits of an I/O priority below its class.
 const IO_CLASS_SHIFT: u32 = 13;

@@ -31,6 +31,7 @@ use cgroup::CgroupPlace;
 use limits::Limits;
 use location::Location;
 use proc_file::ProcDirectory;
+use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
 use threads::Scheduling;
@@ -143,7 +144,7 @@ pub struct ProcessEnvironment {
     limits: Limits,
     scheduling: Scheduling,
     /// Environment variables, each as `NAME=VALUE`.
-    pub variables: Vec<Vec<u8>>,
+    pub variables: Vec<OsString>,
 }
 
 impl ProcessEnvironment {
@@ -164,7 +165,7 @@ impl ProcessEnvironment {
             cgroups: cgroup::places_missing(&source, &this)?,
             limits: Limits::of(&source)?,
             scheduling: Scheduling::of(process.pid).map_err(|e| source.error("stat", e))?,
-            variables: source.zero_separated("environ")?,
+            variables: source.variables()?,
         };
         // Checked last: all of the above was read from this process, and not from a later one of the same number.
         if process.is_alive() { Ok(environment) } else { Err(EnvironmentError::Ended { pid: process.pid }) }

@@ -1,8 +1,10 @@
 //! The files in `/proc` of one process, with limits on their length and errors that name the file.
 
 use super::EnvironmentError;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
 /// The kernel limits arguments and environment of a program together to 6 MiB.
@@ -29,13 +31,17 @@ impl ProcDirectory {
         Self { pid, directory: format!("/proc/{pid}/task/{thread}").into() }
     }
 
+    /// Returns whether the process or thread still exists.
+    pub fn exists(&self) -> bool {
+        self.directory.exists()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
     pub fn error(&self, name: &str, source: io::Error) -> EnvironmentError {
-        let is_gone = source.raw_os_error() == Some(libc::ESRCH) || !self.directory.exists();
-        if is_gone {
+        if source.raw_os_error() == Some(libc::ESRCH) || !self.exists() {
             return EnvironmentError::Ended { pid: self.pid };
         }
         EnvironmentError::Read { path: self.path(name), source }
@@ -51,9 +57,11 @@ impl ProcDirectory {
         String::from_utf8(bytes).map_err(|e| self.invalid(name, &e.to_string()))
     }
 
-    pub fn zero_separated(&self, name: &str) -> Result<Vec<Vec<u8>>, EnvironmentError> {
-        let bytes = self.bytes(name).map_err(|e| self.error(name, e))?;
-        Ok(bytes.split(|&byte| byte == 0).filter(|part| !part.is_empty()).map(<[u8]>::to_vec).collect())
+    /// Returns the environment variables with which the program was started, each as `NAME=VALUE`.
+    pub fn variables(&self) -> Result<Vec<OsString>, EnvironmentError> {
+        let bytes = self.bytes("environ").map_err(|e| self.error("environ", e))?;
+        let variables = bytes.split(|&byte| byte == 0).filter(|variable| !variable.is_empty());
+        Ok(variables.map(|variable| OsString::from_vec(variable.to_vec())).collect())
     }
 
     pub fn bytes(&self, name: &str) -> io::Result<Vec<u8>> {

@@ -91,7 +91,8 @@ fn reap(mut child: Child) {
     let _ = child.wait();
 }
 
-/// Returns the actions of the child in their order.
+/// Returns the actions of the child in their order: what needs the caller's files, privileges and namespaces comes
+/// before what takes them away.
 fn actions(
     environment: &ProcessEnvironment,
     launch: Launch<'_>,
@@ -166,14 +167,14 @@ struct ExecArguments {
 }
 
 impl ExecArguments {
-    fn new(launch: &Launch<'_>, variables: &[Vec<u8>]) -> io::Result<Self> {
+    fn new(launch: &Launch<'_>, variables: &[OsString]) -> io::Result<Self> {
         let program = CString::new(launch.program.as_os_str().as_bytes())?;
-        let mut arguments = vec![program.clone()];
-        for argument in launch.arguments {
-            arguments.push(CString::new(argument.as_bytes())?);
-        }
-        let variables = variables.iter().map(|variable| CString::new(&**variable)).collect::<Result<_, _>>()?;
-        Ok(Self { program, arguments: PointerArray::new(arguments), variables: PointerArray::new(variables) })
+        let strings = |texts: &[OsString]| -> Result<Vec<_>, _> {
+            texts.iter().map(|text| CString::new(text.as_bytes())).collect()
+        };
+        let mut arguments = strings(launch.arguments)?;
+        arguments.insert(0, program.clone());
+        Ok(Self { program, arguments: PointerArray::new(arguments), variables: PointerArray::new(strings(variables)?) })
     }
 
     /// Returns only on errors.

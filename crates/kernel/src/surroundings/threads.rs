@@ -116,35 +116,26 @@ impl ThreadPlaces {
             |role: &ThreadRole| self.0.get(role).ok_or_else(|| EnvironmentError::UnknownRole { role: role.clone() });
         let placed: Vec<_> =
             threads.iter().map(|thread| Ok((thread, find(&thread.role)?))).collect::<Result<_, _>>()?;
-        let pid = destination.pid;
-        for (RoleThread { role, thread }, place) in placed {
-            let thread = *thread;
-            match place.apply(pid, thread) {
-                // The number belongs to a thread of this process, or to none.
-                Err(_) if !ProcDirectory::of_thread(pid, thread).path("stat").exists() => {}
-                Err(PlaceError::Environment(e)) => return Err(e),
-                Err(PlaceError::Thread(source)) => {
-                    return Err(EnvironmentError::Place { pid, thread, role: role.clone(), source });
-                }
-                Ok(()) => {}
+        for (thread, place) in placed {
+            match place.apply(destination, thread) {
+                Err(_) if !ProcDirectory::of_thread(destination.pid, thread.thread).exists() => {}
+                result => result?,
             }
         }
-        if destination.is_alive() { Ok(()) } else { Err(EnvironmentError::Ended { pid }) }
+        if destination.is_alive() { Ok(()) } else { Err(EnvironmentError::Ended { pid: destination.pid }) }
     }
 }
 
-enum PlaceError {
-    Environment(EnvironmentError),
-    Thread(io::Error),
-}
-
 impl ThreadPlace {
-    fn apply(&self, pid: u32, thread: u32) -> Result<(), PlaceError> {
-        let present = cgroup::memberships(&ProcDirectory::of_thread(pid, thread)).map_err(PlaceError::Environment)?;
-        for place in cgroup::places_not_among(&self.cgroups, &present).map_err(PlaceError::Environment)? {
-            place.move_thread(thread).map_err(PlaceError::Thread)?;
+    fn apply(&self, process: Process, RoleThread { role, thread }: &RoleThread) -> Result<(), EnvironmentError> {
+        let (pid, thread) = (process.pid, *thread);
+        let failed = |source| EnvironmentError::Place { pid, thread, role: role.clone(), source };
+        // Also proves that the thread is one of this process.
+        let present = cgroup::memberships(&ProcDirectory::of_thread(pid, thread))?;
+        for place in cgroup::places_not_among(&self.cgroups, &present)? {
+            place.move_thread(thread).map_err(failed)?;
         }
         // After the cgroups: a cpuset changes the affinity.
-        self.scheduling.apply(thread).map_err(PlaceError::Thread)
+        self.scheduling.apply(thread).map_err(failed)
     }
 }

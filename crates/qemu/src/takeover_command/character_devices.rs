@@ -7,7 +7,7 @@ use crate::options::Options;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 
-/// Options of a listening socket that say where it listens.
+/// Options of a listening socket that state where it listens.
 const ADDRESS_KEYS: [&str; 10] =
     ["path", "host", "port", "to", "ipv4", "ipv6", "abstract", "tight", "mptcp", "localaddr"];
 

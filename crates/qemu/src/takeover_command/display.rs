@@ -44,7 +44,7 @@ impl Rewriter<'_> {
     /// Rejects the display that QEMU opens by default.
     pub(super) fn check_display(&mut self) {
         if !self.given.display {
-            let why = "the command line does not say whether there is a window: start it with -display none or -vnc";
+            let why = "the command line does not state whether there is a window: start it with -display none or -vnc";
             self.refuse("the default display", why);
         }
     }

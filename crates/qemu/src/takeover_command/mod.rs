@@ -18,7 +18,7 @@
 //!
 //! [`rewrite`] is a pure function of the arguments, of [`RunningFacts`] and of the [`SourceDescriptor`]s that the source
 //! has open. A *descriptor* that the source's command line names keeps its number; all others get numbers that the source
-//! does not use. [`CommandLine::descriptors`] says what must be open at each number when the destination is started:
+//! does not use. [`CommandLine::descriptors`] states what must be open at each number when the destination is started:
 //!
 //! ```
 //! use rekindle_qemu::foreign::MachineFacts;

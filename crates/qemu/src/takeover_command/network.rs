@@ -7,7 +7,8 @@ use crate::foreign::{CommandOption, forwards};
 use crate::options::Options;
 use std::os::fd::RawFd;
 
-/// Options of a tap that QEMU rejects if the tap is a descriptor.
+/// Options of a tap that QEMU rejects if the tap is a descriptor. `downscript` is then not run when the guest ends; most
+/// taps need none, because the interface ends with its last descriptor.
 const NAMED_TAP_KEYS: [&str; 9] =
     ["ifname", "script", "downscript", "br", "helper", "queues", "vnet_hdr", "vhostfd", "vhostfds"];
 

@@ -1,4 +1,4 @@
-//! A command line of the directory `lines`, with what its QEMU reported when it ran. `source` in the file says which
+//! A command line of the directory `lines`, with what its QEMU reported when it ran. `source` in the file states which
 //! program wrote the line.
 
 use rekindle_qemu::adopt::Obstacle;

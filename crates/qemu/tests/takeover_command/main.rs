@@ -7,12 +7,14 @@ mod line;
 
 use line::Line;
 use rekindle_kernel::tap;
+use rekindle_qemu::adopt::adopt;
 use rekindle_qemu::command::Directory;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::syntax::Syntax;
-use rekindle_qemu::takeover_command::{CommandLine, Descriptor};
+use rekindle_qemu::takeover_command::{CommandLine, Descriptor, Destination, open_descriptors, read_facts, rewrite};
 use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
-use rekindle_testing::tools;
+use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
+use rekindle_testing::{DEADLINE, tools};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -201,6 +203,36 @@ fn start(name: &str, binary: &Path) {
     let backends: Value = qmp.execute("query-memdev", ()).unwrap();
     assert!(backends.as_array().unwrap().iter().all(|backend| backend["share"] == true), "{backends}");
     qemu.kill().unwrap();
+}
+
+/// Rewrites the line of a running QEMU from what it reports itself, and starts a QEMU of the same binary with it.
+fn start_from_running(binary: &Path) {
+    let (source_root, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let options = QemuOptions::new(binary).arguments(&["-machine", "q35", "-m", "64"]);
+    let source = ForeignQemu::start(source_root.path(), &options);
+    drop(source.qmp());
+    let (adopted, mut qmp) = adopt(&source.path("qmp"), DEADLINE).unwrap();
+    let facts = read_facts(&adopted, &mut qmp).unwrap();
+    let open = open_descriptors(source.process).unwrap();
+    let destination = Destination { label: "2".into(), syntax: Syntax::query(&mut qmp).unwrap() };
+    let rewritten = rewrite(&adopted.arguments, &facts, &open, &destination).unwrap();
+    assert_eq!(rewritten.forwards.len(), 1, "{:?}", rewritten.forwards);
+    let listeners = rewritten.descriptors.values().filter(|kind| matches!(kind, Descriptor::Listener { .. })).count();
+    assert_eq!(listeners, 1, "the socket of -qmp");
+    let directory = Directory(root.path().to_owned());
+    let fds = Files(root.path()).open(&rewritten);
+    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, fds).unwrap();
+    let mut destination_qmp = qemu.connect(START_TIMEOUT).unwrap();
+    let blocks = |list: Vec<ramblock::RamBlock>| {
+        list.into_iter().map(|block| (block.id, block.total)).collect::<BTreeMap<_, _>>()
+    };
+    assert_eq!(blocks(ramblock::list(&mut destination_qmp).unwrap()), blocks(ramblock::list(&mut qmp).unwrap()));
+    qemu.kill().unwrap();
+}
+
+#[test]
+fn a_qemu_started_by_hand_is_rewritten_from_what_it_reports() {
+    [tools::qemu_old(), tools::qemu_new(), tools::qemu_newest()].into_iter().for_each(start_from_running);
 }
 
 #[test]
