@@ -241,11 +241,15 @@ fn count_processors(qmp: &mut Qmp) -> Result<u32, QmpError> {
 /// What is known of a guest whose QEMU Rekindle did not start.
 #[derive(Debug)]
 pub struct AdoptedGuest<'a> {
+    /// Its QEMU.
     pub adopted: &'a Adopted,
     /// `None` for a guest that cannot be restored from a checkpoint.
     pub foreign: Option<ForeignMachine>,
+    /// Its VM generation ID.
     pub generation: Option<Uuid>,
+    /// How to reach its QEMU.
     pub monitor: &'a Monitor,
+    /// Number of its virtual processors.
     pub vcpus: u32,
 }
 

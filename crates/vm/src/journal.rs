@@ -163,11 +163,16 @@ pub struct LibvirtOperation {
     pub status_file: PathBuf,
     /// The monitor socket, which the daemon connects to.
     pub monitor: PathBuf,
+    /// The domain's UUID.
     pub uuid: Uuid,
+    /// How to start the daemon again.
     pub daemon: DaemonRecord,
+    /// Whether the daemon has been stopped.
     pub absence: Absence,
     /// Listening sockets that pass to the destination.
     pub listeners: Vec<PassedListener>,
+    /// Forwarded ports, which the destination gets when the source has ended.
+    pub forwards: Vec<ForwardedPort>,
     /// The QEMU that libvirt starts for this domain from now on; `None`: the same as before.
     pub emulator: Option<PathBuf>,
     /// libvirt's names of the destination's features; `None`: the same as the source's.
@@ -186,15 +191,27 @@ pub struct PassedListener {
     pub spare: RawFd,
 }
 
+/// A port of the host that a user network forwards to the guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForwardedPort {
+    /// Id of the network.
+    pub network: String,
+    /// As in QEMU's `hostfwd_add`.
+    pub rule: String,
+}
+
 /// How to start libvirt's daemon again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DaemonRecord {
-    /// Number and start time of the process that was stopped.
+    /// Number of the process that was stopped.
     pub pid: u32,
+    /// Its start time.
     pub started: u64,
     /// Program and arguments.
     pub command: Vec<String>,
+    /// Environment variables.
     pub environment: Vec<(String, String)>,
+    /// Working directory.
     pub directory: PathBuf,
     /// The file with the daemon's process number.
     pub pid_file: PathBuf,

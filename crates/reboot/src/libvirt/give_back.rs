@@ -5,7 +5,7 @@ use super::environment::vcpus;
 use super::journal::{operation, set_absence};
 use super::preflight::libvirt_monitor;
 use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
-use super::{DomainError, daemon};
+use super::{DomainError, daemon, forwards};
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
@@ -142,7 +142,7 @@ fn wait_reconnected(
 ///
 /// # Errors
 /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
-pub(super) fn settle(mut handover: Handover, destination: &Vmm) -> Result<(), RebootError> {
+pub(super) fn settle(mut handover: Handover, destination: &Vmm, qmp: &mut Qmp) -> Result<(), RebootError> {
     if !destination.is_alive() {
         let log = log_tail(&destination.directory(), 10);
         return Err(HandoverError::DiedRunning { name: handover.name().into(), log }.into());
@@ -153,5 +153,6 @@ pub(super) fn settle(mut handover: Handover, destination: &Vmm) -> Result<(), Re
         source.kill().map_err(handover.file_error("qemu"))?;
     }
     handover.pass("libvirt.settle.source-gone");
+    forwards::add(qmp, &operation(&handover)?.forwards)?;
     handover.rundir.remove().map_err(RebootError::file(handover.rundir.path()))
 }

@@ -17,6 +17,7 @@
 //! |---|---|
 //! | `preflight` | what the domain is, and what prevents the replacement |
 //! | `environment` | where the destination starts, and what it inherits |
+//! | `forwards` | ports that user networks forward |
 //! | `replace` | steps 1 and 2 |
 //! | `way_back` | the return to the source after a failure |
 //! | `give_back` | step 3 |
@@ -33,6 +34,7 @@
 mod capabilities;
 mod daemon;
 mod environment;
+mod forwards;
 mod give_back;
 mod journal;
 mod preflight;

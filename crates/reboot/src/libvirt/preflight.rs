@@ -1,7 +1,7 @@
 //! Inspects a domain before anything is changed: everything that prevents the replacement is an error that names it.
 
 use super::status_file::{DomainRecord, StatusFile};
-use super::{DomainError, DomainOptions, daemon, preflight_error};
+use super::{DomainError, DomainOptions, daemon, forwards, preflight_error};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::Adopted;
@@ -13,7 +13,7 @@ use rekindle_qemu::takeover_command::{
     CommandLine, Descriptor, Destination, ListenAddress, SourceDescriptor, open_descriptors, read_facts, rewrite,
 };
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{DaemonRecord, Journal, PassedListener};
+use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::os::fd::RawFd;
@@ -35,6 +35,7 @@ pub(super) struct Inspected {
     pub environment: ProcessEnvironment,
     pub line: CommandLine,
     pub listeners: Vec<PassedListener>,
+    pub forwards: Vec<ForwardedPort>,
     pub daemon: DaemonRecord,
     pub binary: Binary,
 }
@@ -83,9 +84,13 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
             None
         }
     };
+    let forwards = forwards::list(&mut qmp)?.unwrap_or_else(|problem| {
+        problems.push(problem);
+        Vec::new()
+    });
     let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
     let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
-    Ok(Inspected { status_file, record, adopted, qmp, environment, line, listeners, daemon, binary })
+    Ok(Inspected { status_file, record, adopted, qmp, environment, line, listeners, forwards, daemon, binary })
 }
 
 /// Rejects a name that Rekindle uses for a VM, or for an operation that needs recovery.
@@ -139,7 +144,6 @@ fn not_supported(line: &CommandLine) -> Vec<String> {
     let servers = line.vnc_servers.iter();
     problems
         .extend(servers.map(|id| format!("VNC server {id}: VNC servers of libvirt's domains are not passed on yet")));
-    problems.extend(line.forwards.iter().map(|forward| format!("forwarded port {}: not passed on yet", forward.rule)));
     problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
     problems
 }

@@ -33,9 +33,12 @@ pub(crate) fn recover_replacement(locked_vm: &LockedVm, journal: Journal) -> Res
         let mut running = destination.wait_for_interrupted_load()?.commit(&mut handover, "resume")?;
         running.begin_give_back(&mut handover)?;
         give_back(&mut handover, vmm.process(), &mut running.qmp)?;
-    } else if step == Step::GiveBack {
-        give_back(&mut handover, vmm.process(), &mut destination.qmp)?;
+        settle(handover, &vmm, &mut running.qmp)?;
+    } else {
+        if step == Step::GiveBack {
+            give_back(&mut handover, vmm.process(), &mut destination.qmp)?;
+        }
+        settle(handover, &vmm, &mut destination.qmp)?;
     }
-    settle(handover, &vmm)?;
     Ok(Recovered::Finished)
 }

@@ -101,7 +101,7 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
         },
         memory: None,
     };
-    give_back::settle(handover, &running.vmm).map_err(Failure::needs_recovery)?;
+    give_back::settle(handover, &running.vmm, &mut running.qmp).map_err(Failure::needs_recovery)?;
     Ok(report)
 }
 
@@ -133,7 +133,7 @@ fn journal_operation(
     inspected: &mut Inspected,
     recorder: Recorder,
 ) -> Result<Handover, RebootError> {
-    let Inspected { status_file, record, adopted, listeners, daemon, binary, .. } = &*inspected;
+    let Inspected { status_file, record, adopted, listeners, forwards, daemon, binary, .. } = &*inspected;
     let source = Vmm {
         binary: adopted.binary.clone(),
         pid: adopted.pid,
@@ -156,6 +156,7 @@ fn journal_operation(
         daemon: daemon.clone(),
         absence: Absence::Present,
         listeners: listeners.clone(),
+        forwards: forwards.clone(),
         emulator: Some(binary.path.clone()).filter(|path| *path != record.emulator),
         capabilities,
     };
