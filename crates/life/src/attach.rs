@@ -176,6 +176,7 @@ fn attach_in(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Res
     let foreign::Description { machine: foreign, vm_generation: generation } = inspect_guest(&adopted, &mut qmp)?;
     let vcpus = count_processors(&mut qmp)?;
     check_tracking(&adopted, &mut qmp)?;
+    let foreign = Some(foreign);
     let guest = AdoptedGuest { adopted: &adopted, foreign, generation, monitor: &monitor, vcpus };
     let state = guest.into_state(rundir, name);
     state.write(rundir).map_err(failed)?;
@@ -237,17 +238,25 @@ fn count_processors(qmp: &mut Qmp) -> Result<u32, QmpError> {
     Ok(processors.len() as u32)
 }
 
-/// What is known of a guest whose QEMU is being attached.
-struct AdoptedGuest<'a> {
-    adopted: &'a Adopted,
-    foreign: ForeignMachine,
-    generation: Option<Uuid>,
-    monitor: &'a Monitor,
-    vcpus: u32,
+/// What is known of a guest whose QEMU Rekindle did not start.
+#[derive(Debug)]
+pub struct AdoptedGuest<'a> {
+    /// Its QEMU.
+    pub adopted: &'a Adopted,
+    /// `None` for a guest that cannot be restored from a checkpoint.
+    pub foreign: Option<ForeignMachine>,
+    /// Its VM generation ID.
+    pub generation: Option<Uuid>,
+    /// How to reach its QEMU.
+    pub monitor: &'a Monitor,
+    /// Number of its virtual processors.
+    pub vcpus: u32,
 }
 
 impl AdoptedGuest<'_> {
-    fn into_state(self, rundir: &RunDir, name: &Name) -> State {
+    /// Returns the state of the VM that the guest is for Rekindle.
+    #[must_use]
+    pub fn into_state(self, rundir: &RunDir, name: &Name) -> State {
         let definition = self.definition(name);
         let Self { adopted, monitor, .. } = self;
         let vmm = Vmm {
@@ -272,19 +281,19 @@ impl AdoptedGuest<'_> {
     }
 
     fn ram_bytes(&self) -> u64 {
-        self.foreign.backends.iter().map(|backend| backend.bytes).sum()
+        self.adopted.backends.iter().map(|backend| backend.size).sum()
     }
 
     /// Returns the CPU model in QEMU's command line; empty if it names none.
     fn cpu_model(&self) -> String {
-        let words = &self.foreign.arguments;
+        let words = self.foreign.as_ref().map_or(&self.adopted.arguments, |foreign| &foreign.arguments);
         let option = words.iter().position(|word| word == "-cpu");
         option.and_then(|index| words.get(index + 1)).cloned().unwrap_or_default()
     }
 
     /// Returns a definition with what a definition can express of the guest.
     fn definition(&self, name: &Name) -> Definition {
-        let Self { adopted, foreign, .. } = self;
+        let adopted = self.adopted;
         let cpu = self.cpu_model();
         let net = |network: &ForeignNetwork| Net {
             id: network.id.clone(),
@@ -309,24 +318,29 @@ impl AdoptedGuest<'_> {
             boot: None,
             devices: Devices {
                 vga: false,
-                agent: foreign.agent.is_some(),
+                agent: self.foreign.as_ref().is_some_and(|foreign| foreign.agent.is_some()),
                 rng: false,
                 vmgenid: self.generation.is_some(),
             },
             phase: Phase::default(),
             disks: Vec::new(),
-            nets: foreign.networks.iter().map(net).collect(),
+            nets: self.networks().iter().map(net).collect(),
         }
+    }
+
+    fn networks(&self) -> &[ForeignNetwork] {
+        self.foreign.as_ref().map_or(&[], |foreign| &foreign.networks)
     }
 
     fn into_hardware(self, name: &Name) -> Hardware {
         let (cpu, ram_bytes) = (self.cpu_model(), self.ram_bytes());
-        let Self { adopted, foreign, generation, vcpus, .. } = self;
         let net = |network: &ForeignNetwork| command::Net {
             id: network.id.clone(),
             mac: network.mac.clone(),
             backend: command::NetBackend::User(network.forwards.clone()),
         };
+        let nets = self.networks().iter().map(net).collect();
+        let Self { adopted, foreign, generation, vcpus, .. } = self;
         let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil());
         Hardware {
             name: name.to_string(),
@@ -338,16 +352,16 @@ impl AdoptedGuest<'_> {
             ram: command::Ram { path: PathBuf::new(), bytes: ram_bytes, prealloc: false },
             boot: None,
             disks: Vec::new(),
-            nets: foreign.networks.iter().map(net).collect(),
+            nets,
             vga: false,
-            agent: foreign.agent.is_some(),
+            agent: foreign.as_ref().is_some_and(|foreign| foreign.agent.is_some()),
             agent_ports: None,
             phase: false,
             panic: false,
             rng: false,
             vm_generation: generation,
             extra: Vec::new(),
-            foreign: Some(foreign),
+            foreign,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Errors of rebooting or recovering a guest or its QEMU, and their consequence for the guest.
 
+use crate::domain_error::DomainError;
 use rekindle_handover::{GuestStatus, HandoverError};
 use rekindle_memory::directory::RamError;
 use rekindle_protect::moving::MoveError;
@@ -73,6 +74,9 @@ pub enum RebootError {
         #[source]
         source: io::Error,
     },
+    /// A domain of libvirt.
+    #[error(transparent)]
+    Domain(Box<DomainError>),
     /// A step of the hand-over failed.
     #[error(transparent)]
     Handover(HandoverError),
@@ -90,6 +94,12 @@ macro_rules! from_lower_layers {
 }
 
 from_lower_layers!(HandoverError, LifeError, BinaryError, VmmError, QmpError, TransferError, NetworkError, RamError,);
+
+impl From<DomainError> for RebootError {
+    fn from(error: DomainError) -> Self {
+        Self::Domain(Box::new(error))
+    }
+}
 
 impl From<RestoreError> for RebootError {
     fn from(error: RestoreError) -> Self {
@@ -109,6 +119,7 @@ impl RebootError {
     pub fn needs_recovery(&self) -> bool {
         match self {
             Self::Kexec { .. } => true,
+            Self::Domain(e) => e.needs_recovery(),
             Self::Move(e) => e.needs_recovery(),
             Self::Handover(e) => e.needs_recovery(),
             Self::Restore(e) => e.needs_recovery(),

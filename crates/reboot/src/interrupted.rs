@@ -39,6 +39,8 @@ pub enum Recovered {
     Started,
     /// The guest's memory was lost, and it was booted from its disks.
     Booted,
+    /// The QEMU of a domain of libvirt has ended. libvirt shows the domain as shut off.
+    ShutOff,
     /// A preparation was finished: a QEMU waits for a restore.
     Prepared,
     /// A move was undone: the guest runs on this host.
@@ -60,6 +62,7 @@ impl fmt::Display for Recovered {
             Self::FromState => "the guest was resumed from its saved state, with its memory",
             Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
+            Self::ShutOff => "the QEMU has ended, and the guest's memory is lost; libvirt shows the domain as shut off",
             Self::Prepared => "finished: a QEMU waits for a checkpoint",
             Self::MovedBack => "undone: the guest runs on this host, with its memory",
             Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",

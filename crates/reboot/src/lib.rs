@@ -9,13 +9,17 @@
 //!
 //! [`host`] reboots the host under its guests (RootHammer, sections 3 and 4, with its kernel).
 //!
+//! [`libvirt`] replaces the QEMU process of a domain that libvirt manages.
+//!
 //! [`recover`] finishes or undoes interrupted operations.
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
+mod domain_error;
 pub mod error;
 pub mod host;
 pub(crate) mod interrupted;
+pub mod libvirt;
 pub mod os;
 pub mod recover;
 pub mod vmm;

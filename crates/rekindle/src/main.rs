@@ -26,7 +26,9 @@ fn main() -> ExitCode {
         Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
         Command::Attach(arguments) => commands::attach::attach(&output, arguments),
         Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
-        Command::Reboot(Reboot::Vmm(arguments)) => commands::reboot_vmm::reboot_vmm(&output, &arguments),
+        Command::ReplaceQemu(arguments) | Command::Reboot(Reboot::Vmm(arguments)) => {
+            commands::reboot_vmm::reboot_vmm(&output, &arguments)
+        }
         Command::Reboot(Reboot::Os(arguments)) => commands::reboot_os::reboot_os(&output, &arguments),
         Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(&output, &arguments),
         Command::Host(command) => commands::host::run(&output, &command),

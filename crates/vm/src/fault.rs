@@ -108,6 +108,29 @@ pub const POINTS: &[&str] = &[
     "host.resume.recorded",
 ];
 
+/// Every fault point of the replacement of the QEMU of a libvirt domain, in the order in which it passes them.
+pub const DOMAIN_POINTS: &[&str] = &[
+    "libvirt.prepare.journalled",
+    "libvirt.prepare.spawned",
+    "libvirt.prepare.compared",
+    "libvirt.prepare.copied",
+    "libvirt.daemon.stopping",
+    "libvirt.daemon.stopped",
+    "libvirt.suspend.journalled",
+    "libvirt.suspend.stopped",
+    "libvirt.suspend.copied",
+    "libvirt.suspend.written",
+    "libvirt.resume.journalled",
+    "libvirt.resume.resumed",
+    "libvirt.give-back.frozen",
+    "libvirt.give-back.status-written",
+    "libvirt.give-back.pid-written",
+    "libvirt.give-back.daemon-started",
+    "libvirt.give-back.reconnected",
+    "libvirt.settle.journalled",
+    "libvirt.settle.source-gone",
+];
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     /// Kill this process.
@@ -146,7 +169,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
-    debug_assert!(POINTS.contains(&name), "fault point {name} is not listed");
+    debug_assert!(POINTS.contains(&name) || DOMAIN_POINTS.contains(&name), "fault point {name} is not listed");
     let Some(fault) = selected_fault().filter(|fault| fault.point == name) else { return };
     let kill = |vmm: Option<&Vmm>| {
         if let Some(vmm) = vmm {

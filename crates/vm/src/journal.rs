@@ -7,10 +7,13 @@
 use crate::rundir::{RunDir, sync_directory, write_json};
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
+use uuid::Uuid;
 
 /// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +35,8 @@ pub enum Kind {
     VmmSaved,
     /// `rekindle reboot vmm --how cold`.
     VmmCold,
+    /// `rekindle replace-qemu`, for a domain of libvirt.
+    LibvirtReplace,
     /// `rekindle reboot os --how cold`.
     OsCold,
     /// `rekindle reboot os --how warm-cache`.
@@ -59,6 +64,7 @@ impl fmt::Display for Kind {
             Self::VmmWarm => "reboot vmm --how warm",
             Self::VmmSaved => "reboot vmm --how saved",
             Self::VmmCold => "reboot vmm --how cold",
+            Self::LibvirtReplace => "replace-qemu",
             Self::OsCold => "reboot os --how cold",
             Self::OsWarmCache => "reboot os --how warm-cache",
             Self::OsKexec => "reboot os --how kexec",
@@ -145,6 +151,82 @@ pub struct Operation {
     /// For kexec: the boot ID of the boot that will end, as the guest's kernel reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
+    /// For a domain of libvirt: what returns it to libvirt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub libvirt: Option<LibvirtOperation>,
+}
+
+/// What the replacement of a libvirt domain's QEMU needs to return the domain to libvirt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LibvirtOperation {
+    /// The file in which libvirt's daemon records the running domain.
+    pub status_file: PathBuf,
+    /// The monitor socket, which the daemon connects to.
+    pub monitor: PathBuf,
+    /// The domain's UUID.
+    pub uuid: Uuid,
+    /// How to start the daemon again.
+    pub daemon: DaemonRecord,
+    /// Whether the daemon has been stopped.
+    pub absence: Absence,
+    /// Listening sockets that pass to the destination.
+    pub listeners: Vec<PassedListener>,
+    /// Forwarded ports, which the destination gets when the source has ended.
+    pub forwards: Vec<ForwardedPort>,
+    /// The QEMU that libvirt starts for this domain from now on; `None`: the same as before.
+    pub emulator: Option<PathBuf>,
+    /// libvirt's names of the destination's features; `None`: the same as the source's.
+    pub capabilities: Option<BTreeSet<String>>,
+}
+
+/// A listening socket of the source in the destination. The destination starts with a stand-in, and gets the real one
+/// when the source has been frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedListener {
+    /// The number in the source.
+    pub source: RawFd,
+    /// The number that QEMU listens on in the destination. The stand-in is open there first.
+    pub destination: RawFd,
+    /// A number that QEMU does not use in the destination. The real socket is open there.
+    pub spare: RawFd,
+}
+
+/// A port of the host that a user network forwards to the guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForwardedPort {
+    /// Id of the network.
+    pub network: String,
+    /// As in QEMU's `hostfwd_add`.
+    pub rule: String,
+}
+
+/// How to start libvirt's daemon again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DaemonRecord {
+    /// Number of the process that was stopped.
+    pub pid: u32,
+    /// Its start time.
+    pub started: u64,
+    /// Program and arguments.
+    pub command: Vec<String>,
+    /// Environment variables.
+    pub environment: Vec<(String, String)>,
+    /// Working directory.
+    pub directory: PathBuf,
+    /// The file with the daemon's process number.
+    pub pid_file: PathBuf,
+}
+
+/// Whether libvirt's daemon has been stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Absence {
+    /// It was not stopped.
+    Present,
+    /// It is asked to end, or has ended.
+    Stopped,
+    /// It is started again, and has the domain's new record.
+    Starting,
 }
 
 /// The journal of one VM's operation. Only [`Journal::close`] removes it.
@@ -188,6 +270,7 @@ impl Journal {
             disks_at_resume: None,
             untouched_since_ns: None,
             boot: None,
+            libvirt: None,
         };
         let journal = Self { path: path(rundir), operation };
         journal.write()?;

@@ -14,6 +14,7 @@ pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers};
+use crate::libvirt::recover::recover_replacement;
 use crate::os::KexecRecovery;
 use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::{boot_after_loss, recover_cold, recover_handover};
@@ -42,6 +43,9 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
     let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };
+    if journal.operation.kind == Kind::LibvirtReplace {
+        return recover_replacement(&locked_vm, journal);
+    }
     require_answers(&locked_vm, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
         // An interrupted hand-over may have left QEMU's threads at raised priority.
@@ -68,6 +72,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
             recover_cold(continue_interrupted(&locked_vm, journal))
         }
+        Kind::LibvirtReplace => recover_replacement(&locked_vm, journal),
         Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&locked_vm, journal)),
     }?;
     idle::remove_saved_state(host, &locked_vm);

@@ -11,7 +11,7 @@
 
 mod batch;
 pub(crate) mod cold;
-mod preflight;
+pub(crate) mod preflight;
 pub(crate) mod recover;
 pub(crate) mod saved;
 mod verify;

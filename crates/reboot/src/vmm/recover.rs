@@ -108,7 +108,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
 }
 
 /// Returns the destination QEMU, connected. `None` if that QEMU has ended.
-fn live_destination(handover: &Handover) -> Result<Option<Destination<SpawnedStage>>, RebootError> {
+pub(crate) fn live_destination(handover: &Handover) -> Result<Option<Destination<SpawnedStage>>, RebootError> {
     let generation = handover.journal.operation.generation;
     let Some(vmm) = live_qemu_of_generation(&handover.rundir, &handover.state, generation)? else { return Ok(None) };
     let has_ended = |vmm: &Vmm| vmm.process().wait_end(Duration::ZERO).map_err(handover.file_error("qemu"));

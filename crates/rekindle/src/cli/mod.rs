@@ -47,7 +47,7 @@ const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["shutdown", "kill", "destroy", "poweroff", "delete", "rm"], "stop"),
     (&["migrate"], "move"),
     (&["backup", "checkpoint", "snapshot"], "protect"),
-    (&["upgrade", "replace-qemu"], "reboot vmm"),
+    (&["upgrade"], "replace-qemu"),
     (&["suspend"], "host suspend"),
     (&["resume"], "host resume"),
     (&["reboot-host"], "reboot host"),
@@ -147,6 +147,22 @@ Examples:
 Example:
   rekindle detach db")]
     Detach(NameOnly),
+    /// Replace the QEMU process of VMs, or of libvirt's domains, under their running guests.
+    ///
+    /// The same as `rekindle reboot vmm`. For a domain of libvirt, libvirt's daemon is stopped for a moment and started
+    /// again; it manages the domain afterwards as before.
+    ///
+    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: root; no tap,
+    /// no VNC server; a daemon that is not started by systemd.
+    ///
+    /// On success: each guest runs in a new QEMU.
+    ///
+    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
+    #[command(after_help = "\
+Examples:
+  rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
+  rekindle replace-qemu db --dry-run")]
+    ReplaceQemu(RebootVmm),
     /// Reboot a VM's QEMU, its guest, or this host.
     #[command(subcommand)]
     Reboot(Reboot),

@@ -3,14 +3,16 @@
 use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
 use super::{distinct_names, reboot_method};
-use crate::cli::RebootVmm;
+use crate::cli::{RebootMethod, RebootVmm};
 use crate::output::{Output, Usage, chain, duration, exit_status_for};
 use crate::progress::start_spinner;
 use anyhow::Result;
 use rekindle_handover::GuestStatus;
+use rekindle_reboot::libvirt::{self, DomainOptions};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
 use serde::Serialize;
 use std::process::ExitCode;
@@ -44,6 +46,11 @@ enum VmResult<'a> {
 pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
     let names = if arguments.all { running_vms(&host)? } else { distinct_names(&arguments.names)? };
+    let (domains, names) = separate_domains(&host, names)?;
+    if !domains.is_empty() {
+        check_domain_arguments(arguments, &domains)?;
+    }
+    let domain_options = DomainOptions { qemu: arguments.qemu.clone() };
     let how = reboot_method(arguments.how);
     let options = ReplaceOptions {
         how,
@@ -52,8 +59,10 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         verify_memory: arguments.verify_memory,
     };
     if arguments.dry_run {
+        let domain_plans = libvirt::plan_domains(&host, &domains, &domain_options);
         let plans: Vec<_> = vmm::plan(&host, &names, &options)
             .into_iter()
+            .chain(domain_plans)
             .map(|plan| PlannedAction {
                 name: plan.name,
                 action: plan.result.map(|replacement| describe_plan(how, &replacement)),
@@ -61,13 +70,38 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
             .collect();
         return dry_run::print(output, &plans);
     }
-    let spinner = start_spinner(output, format!("{how} reboot of {}", names.join(", ")));
-    let outcomes = vmm::reboot(&host, &names, &options);
+    let spinner = start_spinner(output, format!("{how} reboot of {}", [&*names, &*domains].concat().join(", ")));
+    let mut outcomes = if names.is_empty() { Vec::new() } else { vmm::reboot(&host, &names, &options) };
+    outcomes.extend(libvirt::replace_domains(&host, &domains, &domain_options));
     spinner.finish_and_clear();
     names.iter().for_each(|name| start_helpers(&host, name));
     print_vmm_outcomes(output, how, &outcomes)?;
     let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// Names of domains of libvirt, and of Rekindle's own VMs.
+fn separate_domains(host: &Host, names: Vec<String>) -> Result<(Vec<String>, Vec<String>)> {
+    let (mut domains, mut vms) = (Vec::new(), Vec::new());
+    for name in names {
+        // An attached VM is a domain too.
+        let is_own = State::read(&RunDir::new(&host.root, &name))?.is_some_and(|state| state.attached.is_none());
+        if !is_own && libvirt::is_domain(&name) { domains.push(name) } else { vms.push(name) }
+    }
+    Ok((domains, vms))
+}
+
+/// Rejects arguments that have no meaning for domains of libvirt.
+fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<()> {
+    let is_warm = matches!(arguments.how, RebootMethod::Warm);
+    let options =
+        [(!is_warm, "--how"), (arguments.rollback, "--rollback"), (arguments.verify_memory, "--verify-memory")];
+    match options.iter().find(|(is_given, _)| *is_given) {
+        None => Ok(()),
+        Some((_, option)) => {
+            Err(Usage(format!("{option} is not possible for {}, which libvirt manages", domains.join(", "))).into())
+        }
+    }
 }
 
 /// Describes what a replacement would do, for `--dry-run`.

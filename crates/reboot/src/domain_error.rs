@@ -1,0 +1,57 @@
+//! Errors of replacing the QEMU of a *domain*: a guest that libvirt manages.
+
+use rekindle_handover::copied_ram::CopyError;
+use rekindle_kernel::surroundings::EnvironmentError;
+use rekindle_qemu::adopt::AdoptError;
+use std::io;
+use std::path::PathBuf;
+
+/// Why a domain's QEMU cannot be replaced, or not be given back to libvirt.
+#[derive(Debug, thiserror::Error)]
+pub enum DomainError {
+    #[error("{} is not a status file of libvirt that Rekindle understands: {what}", path.display())]
+    Malformed { path: PathBuf, what: String },
+    #[error("libvirt's daemon does not run; start it, so that Rekindle can ask it about the domain")]
+    NoDaemon,
+    #[error(
+        "libvirt's daemon (process {pid}) is a service of systemd, whose clients start it again at any moment; Rekindle \
+         cannot hold them off yet"
+    )]
+    Systemd { pid: u32 },
+    #[error("libvirt's daemon (process {pid}) does not end")]
+    DaemonStays { pid: u32 },
+    #[error("cannot start libvirt's daemon: `{command}`; start it by hand, then: rekindle recover")]
+    DaemonFailed {
+        command: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("libvirt has not connected to the new QEMU of {name}: {why}; see the log of libvirt's daemon")]
+    NotReconnected { name: String, why: String },
+    #[error("{name} has changed while its replacement was prepared: {what}; try again")]
+    Changed { name: String, what: &'static str },
+    #[error(
+        "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; libvirt shows the \
+         domain as shut off: virsh start {name}"
+    )]
+    Lost { name: String },
+    #[error("{}", path.display())]
+    File {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(transparent)]
+    Adopt(#[from] AdoptError),
+}
+
+impl DomainError {
+    /// Returns whether `rekindle recover` must finish the operation.
+    pub(crate) fn needs_recovery(&self) -> bool {
+        matches!(self, Self::DaemonStays { .. } | Self::DaemonFailed { .. } | Self::NotReconnected { .. })
+    }
+}

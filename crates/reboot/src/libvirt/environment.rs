@@ -1,0 +1,132 @@
+//! Where the destination starts: the user, namespaces, cgroups and limits that libvirt has set up for the source, and
+//! the descriptors that the command line names.
+
+use super::preflight::Inspected;
+use command_fds::FdMapping;
+use rekindle_handover::copied_ram::CopiedRam;
+use rekindle_handover::takeover::Taps;
+use rekindle_handover::{Environment, HandoverError};
+use rekindle_kernel::descriptor;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::surroundings::{Launch, RoleThread, ThreadRole};
+use rekindle_qemu::command::{Directory, Start};
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::takeover_command::Descriptor;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::rundir::RunDir;
+use serde::Deserialize;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+/// Where libvirt has the logs of its QEMUs.
+const LOG_DIRECTORY: &str = "/var/log/libvirt/qemu";
+
+/// The surroundings of a domain's QEMU.
+pub(super) struct LibvirtEnvironment<'a> {
+    pub rundir: &'a RunDir,
+    pub inspected: &'a Inspected,
+    pub ram: &'a CopiedRam,
+}
+
+impl Environment for LibvirtEnvironment<'_> {
+    fn spawn(&self, generation: u32, _start: Start, _taps: Taps) -> Result<Vmm, HandoverError> {
+        let failed = |source| HandoverError::File { path: self.rundir.vmm(generation).0, source };
+        let directory = self.rundir.create_vmm(generation).map_err(failed)?;
+        link_log(&directory, self.rundir.name()).map_err(failed)?;
+        let arguments: Vec<OsString> = self.inspected.line.arguments.iter().map(OsString::from).collect();
+        let binary = &self.inspected.binary.path;
+        let descriptors = self.descriptors(&directory).map_err(failed)?;
+        let lock = directory.lock();
+        let launch = Launch { program: binary, arguments: &arguments, descriptors, lock: Some(&lock) };
+        let process = self.inspected.environment.spawn(launch).map_err(|e| failed(io::Error::other(e)))?;
+        Ok(Vmm {
+            binary: binary.clone(),
+            pid: process.pid,
+            started: process.started,
+            directory: directory.0,
+            monitor: None,
+        })
+    }
+}
+
+impl LibvirtEnvironment<'_> {
+    /// Opens everything that the destination inherits.
+    fn descriptors(&self, directory: &Directory) -> io::Result<Vec<FdMapping>> {
+        let source = self.inspected.adopted.process();
+        let mut mappings = Vec::new();
+        let mut add = |parent_fd: OwnedFd, child_fd: RawFd| mappings.push(FdMapping { parent_fd, child_fd });
+        // Standard output and error are the pipe of libvirt's logger: the domain's log continues.
+        for number in [1, 2] {
+            add(descriptor::take(source, number)?, number);
+        }
+        for (&number, wanted) in &self.inspected.line.descriptors {
+            add(self.open(directory, source, number, wanted)?, number);
+        }
+        for listener in &self.inspected.listeners {
+            add(descriptor::take(source, listener.source)?, listener.spare);
+        }
+        Ok(mappings)
+    }
+
+    fn open(&self, directory: &Directory, source: Process, number: RawFd, wanted: &Descriptor) -> io::Result<OwnedFd> {
+        match wanted {
+            Descriptor::Ram { block, .. } => {
+                let supplied = self.ram.blocks().find(|supplied| supplied.id == *block);
+                let missing = || io::Error::other(format!("RAM block {block} is not supplied"));
+                Ok(supplied.ok_or_else(missing)?.file.try_clone()?.into())
+            }
+            Descriptor::OwnMonitor { name } => listen(&monitor_path(directory, name)),
+            Descriptor::Listener { .. } => listen(&directory.0.join(format!("stand-in-{number}"))),
+            Descriptor::Duplicate { source: number } => descriptor::take(source, *number),
+            Descriptor::Tap { .. } | Descriptor::VhostNet => {
+                Err(io::Error::other(format!("descriptor {number} is of a network, which is not passed on yet")))
+            }
+        }
+    }
+}
+
+fn listen(path: &Path) -> io::Result<OwnedFd> {
+    Ok(UnixListener::bind(path)?.into())
+}
+
+fn monitor_path(directory: &Directory, name: &str) -> PathBuf {
+    match name {
+        "watch" => directory.watch(),
+        "protect" => directory.protect(),
+        "save" => directory.save(),
+        _ => directory.qmp(),
+    }
+}
+
+/// Makes the log of the domain the log of the destination, for error messages.
+fn link_log(directory: &Directory, name: &str) -> io::Result<()> {
+    let log = directory.log();
+    match fs::remove_file(&log) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    symlink(Path::new(LOG_DIRECTORY).join(format!("{name}.log")), log)
+}
+
+/// A virtual processor, as QEMU reports it.
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Vcpu {
+    pub cpu_index: u32,
+    pub thread_id: u32,
+}
+
+pub(super) fn vcpus(qmp: &mut Qmp) -> Result<Vec<Vcpu>, QmpError> {
+    qmp.execute("query-cpus-fast", ())
+}
+
+/// Returns the threads of the virtual processors, which libvirt places one by one.
+pub(super) fn placed_threads(qmp: &mut Qmp) -> Result<Vec<RoleThread>, QmpError> {
+    let role = |vcpu: Vcpu| RoleThread { role: ThreadRole::Vcpu(vcpu.cpu_index), thread: vcpu.thread_id };
+    Ok(vcpus(qmp)?.into_iter().map(role).collect())
+}

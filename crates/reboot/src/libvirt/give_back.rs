@@ -1,0 +1,158 @@
+//! Returns a domain to libvirt, whose guest runs in the destination: the destination gets the source's listening
+//! sockets, libvirt's record names the destination, and the daemon is started.
+
+use super::environment::vcpus;
+use super::journal::{operation, set_absence};
+use super::preflight::libvirt_monitor;
+use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
+use super::{DomainError, daemon, forwards};
+use crate::error::RebootError;
+use rekindle_handover::{Handover, HandoverError};
+use rekindle_kernel::descriptor;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::guest;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::transfer::set_capabilities;
+use rekindle_qemu::vmm::{Vmm, log_tail};
+use rekindle_vm::journal::{Absence, LibvirtOperation, Step};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long the threads of the source may take to stop.
+const FREEZE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the daemon may take to find a domain again. It asks each QEMU for its devices.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long libvirt may take to pass a command on.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// libvirt's prefix of the ids of character devices; the alias of the device follows.
+const CHARDEV_PREFIX: &str = "char";
+
+/// Gives the domain, whose guest runs in the destination, back to libvirt. Can be repeated.
+///
+/// # Errors
+/// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
+pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
+    let libvirt = operation(handover)?.clone();
+    let record = StatusFile::read(&libvirt.status_file)?.parse()?;
+    if record.pid != destination.pid {
+        // Somebody may have started it since, and it would take the change of its record for a crash.
+        daemon::stop(&libvirt.daemon)?;
+        pass_sockets(handover, &libvirt, destination)?;
+        // libvirt does not know these capabilities, and its own migrations must not use them.
+        set_capabilities(qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
+        let edited = StatusFile::read(&libvirt.status_file)?.edited(&edit(&libvirt, destination, qmp)?)?;
+        edited.write()?;
+        handover.pass("libvirt.give-back.status-written");
+    }
+    write_pid_file(&libvirt.status_file, destination.pid)?;
+    handover.pass("libvirt.give-back.pid-written");
+    // The daemon replaces the record when it has connected to the domain.
+    let mark = match daemon::running(&libvirt.daemon.pid_file) {
+        None => Some(FileMark::of(&libvirt.status_file).map_err(RebootError::file(&libvirt.status_file))?),
+        Some(_) => None,
+    };
+    set_absence(handover, Absence::Starting)?;
+    daemon::start_if_absent(&libvirt.daemon)?;
+    handover.pass("libvirt.give-back.daemon-started");
+    wait_reconnected(handover.name(), &libvirt.status_file, mark, destination)?;
+    handover.pass("libvirt.give-back.reconnected");
+    Ok(())
+}
+
+/// Freezes the source, and puts its listening sockets in the place of the destination's stand-ins: two QEMUs that listen
+/// on one socket would steal each other's clients.
+fn pass_sockets(handover: &Handover, libvirt: &LibvirtOperation, destination: Process) -> Result<(), RebootError> {
+    if let Some(source) = handover.live_source() {
+        let stopped = source.process().stop_fully(FREEZE_TIMEOUT).map_err(handover.file_error("qemu"))?;
+        if !stopped && source.is_alive() {
+            let error = io::Error::other(format!("the threads of process {} do not stop", source.pid));
+            return Err(RebootError::file(Path::new("qemu"))(error));
+        }
+    }
+    handover.pass("libvirt.give-back.frozen");
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
+    let injector = Injector::new(destination).map_err(|e| untraceable(e.into()))?;
+    let pairs: Vec<_> = libvirt.listeners.iter().map(|listener| (listener.spare, listener.destination)).collect();
+    descriptor::replace(injector, &pairs).map_err(untraceable)?;
+    Ok(())
+}
+
+/// Returns what libvirt must know of the destination.
+fn edit(libvirt: &LibvirtOperation, destination: Process, qmp: &mut Qmp) -> Result<StatusEdit, QmpError> {
+    #[derive(Deserialize)]
+    struct Chardev {
+        label: String,
+        filename: String,
+    }
+    let chardevs: Vec<Chardev> = qmp.execute("query-chardev", ())?;
+    let pty = |chardev: Chardev| {
+        let alias = chardev.label.strip_prefix(CHARDEV_PREFIX)?;
+        Some((alias.to_owned(), chardev.filename.strip_prefix("pty:")?.to_owned()))
+    };
+    let vcpus: BTreeMap<u32, u32> = vcpus(qmp)?.into_iter().map(|vcpu| (vcpu.cpu_index, vcpu.thread_id)).collect();
+    Ok(StatusEdit {
+        pid: destination.pid,
+        vcpus,
+        ptys: chardevs.into_iter().filter_map(pty).collect(),
+        emulator: libvirt.emulator.clone(),
+        capabilities: libvirt.capabilities.clone(),
+    })
+}
+
+/// Waits until the daemon has connected to the destination: it has replaced the record, which had `mark`, and it passes
+/// commands on.
+fn wait_reconnected(
+    name: &str,
+    status_file: &Path,
+    mark: Option<FileMark>,
+    destination: Process,
+) -> Result<(), RebootError> {
+    let deadline = Instant::now() + RECONNECT_TIMEOUT;
+    let failed = |why: String| RebootError::from(DomainError::NotReconnected { name: name.into(), why });
+    loop {
+        if !destination.is_alive() {
+            return Err(failed(format!("that QEMU (process {}) has ended", destination.pid)));
+        }
+        let is_replaced = mark.is_none_or(|mark| FileMark::of(status_file).is_ok_and(|current| current != mark));
+        if is_replaced {
+            let record = StatusFile::read(status_file).and_then(|file| file.parse());
+            let answer = libvirt_monitor(name).connect(MONITOR_TIMEOUT).and_then(|mut qmp| guest::run_state(&mut qmp));
+            match (record, answer) {
+                (Ok(record), Ok(_)) if record.pid == destination.pid => return Ok(()),
+                (Ok(record), _) if record.pid != destination.pid => {
+                    return Err(failed(format!("it has process {} for it", record.pid)));
+                }
+                _ => {}
+            }
+        }
+        if Instant::now() > deadline {
+            return Err(failed(format!("it has not done so within {} s", RECONNECT_TIMEOUT.as_secs())));
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+}
+
+/// Ends the source and the operation. libvirt has the domain back.
+///
+/// # Errors
+/// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
+pub(super) fn settle(mut handover: Handover, destination: &Vmm, qmp: &mut Qmp) -> Result<(), RebootError> {
+    if !destination.is_alive() {
+        let log = log_tail(&destination.directory(), 10);
+        return Err(HandoverError::DiedRunning { name: handover.name().into(), log }.into());
+    }
+    handover.advance(Step::Settle)?;
+    handover.pass("libvirt.settle.journalled");
+    if let Some(source) = handover.live_source() {
+        source.kill().map_err(handover.file_error("qemu"))?;
+    }
+    handover.pass("libvirt.settle.source-gone");
+    forwards::add(qmp, &operation(&handover)?.forwards)?;
+    handover.rundir.remove().map_err(RebootError::file(handover.rundir.path()))
+}

@@ -1,0 +1,169 @@
+//! Inspects a domain before anything is changed: everything that prevents the replacement is an error that names it.
+
+use super::status_file::{DomainRecord, StatusFile};
+use super::{DomainError, DomainOptions, daemon, forwards, preflight_error};
+use crate::error::RebootError;
+use rekindle_kernel::surroundings::ProcessEnvironment;
+use rekindle_qemu::adopt::Adopted;
+use rekindle_qemu::binary::Binary;
+use rekindle_qemu::hold::OutputHold;
+use rekindle_qemu::monitor::Monitor;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::takeover_command::{
+    CommandLine, Descriptor, Destination, ListenAddress, SourceDescriptor, open_descriptors, read_facts, rewrite,
+};
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How long libvirt may take to pass the first command on.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
+/// Generation of the destination. The source, which Rekindle did not start, is the first.
+pub(super) const DESTINATION_GENERATION: u32 = 2;
+
+/// A domain whose QEMU can be replaced, as far as that is known without starting another one.
+pub(super) struct Inspected {
+    pub status_file: PathBuf,
+    pub record: DomainRecord,
+    pub adopted: Adopted,
+    /// A connection to the source through libvirt.
+    pub qmp: Qmp,
+    pub environment: ProcessEnvironment,
+    pub line: CommandLine,
+    pub listeners: Vec<PassedListener>,
+    pub forwards: Vec<ForwardedPort>,
+    pub daemon: DaemonRecord,
+    pub binary: Binary,
+}
+
+/// Returns how to reach a domain's QEMU while libvirt's daemon runs.
+pub(super) fn libvirt_monitor(name: &str) -> Monitor {
+    Monitor::Libvirt { domain: name.into(), connect: Some("qemu:///system".into()) }
+}
+
+/// Inspects the domain `name`. The guest is not touched.
+///
+/// # Errors
+/// [`RebootError::Preflight`] with everything that prevents the replacement; other errors if the domain cannot be
+/// inspected.
+pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Result<Inspected, RebootError> {
+    check_run_directory(host, name)?;
+    let status_file = StatusFile::path_of(name);
+    let record = StatusFile::read(&status_file)?.parse()?;
+    check_record(name, &record)?;
+    let daemon = daemon::find()?;
+    let (adopted, mut qmp) = libvirt_monitor(name).adopt(MONITOR_TIMEOUT).map_err(DomainError::from)?;
+    if adopted.pid != record.pid {
+        return Err(DomainError::Changed { name: name.into(), what: "it has another QEMU" }.into());
+    }
+    let environment = ProcessEnvironment::of(adopted.process()).map_err(DomainError::from)?;
+    let path = options.qemu.clone().unwrap_or_else(|| record.emulator.clone());
+    let binary = Binary::probe_cached(&path, &host.binaries())?;
+
+    let mut problems: Vec<String> =
+        adopted.obstacles.iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)).collect();
+    if OutputHold::find(&mut qmp)?.is_some() {
+        problems.push(format!("its network output is held: rekindle release {name}"));
+    }
+    let process_directory = PathBuf::from(format!("/proc/{}/fd", adopted.pid));
+    let open = open_descriptors(adopted.process()).map_err(RebootError::file(&process_directory))?;
+    let facts = read_facts(&adopted, &mut qmp)?;
+    let label = format!("{}-{DESTINATION_GENERATION}", record.uuid);
+    let destination = Destination { label, syntax: binary.syntax };
+    let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
+        Ok(line) => {
+            problems.extend(not_supported(&line));
+            Some(line)
+        }
+        Err(obstacles) => {
+            problems.extend(obstacles.into_iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)));
+            None
+        }
+    };
+    let forwards = forwards::list(&mut qmp)?.unwrap_or_else(|problem| {
+        problems.push(problem);
+        Vec::new()
+    });
+    let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
+    let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
+    Ok(Inspected { status_file, record, adopted, qmp, environment, line, listeners, forwards, daemon, binary })
+}
+
+/// Rejects a name that Rekindle uses for a VM, or for an operation that needs recovery.
+pub(super) fn check_run_directory(host: &Host, name: &str) -> Result<(), RebootError> {
+    let rundir = RunDir::new(&host.root, name);
+    let failed = RebootError::file(rundir.path());
+    let journal = if rundir.exists() { Journal::read(&rundir).map_err(&failed)? } else { None };
+    match (State::read(&rundir).map_err(&failed)?, journal) {
+        // An attempt that was interrupted before it started anything has no state.
+        (None, _) => Ok(()),
+        (Some(_), Some(Journal { operation, .. })) => Err(rekindle_vm::error::LifeError::NeedsRecovery {
+            name: name.into(),
+            kind: operation.kind,
+            step: operation.step,
+        }
+        .into()),
+        (Some(_), None) => {
+            let problem = format!("Rekindle has attached it: end its protector, then: rekindle detach {name}");
+            Err(preflight_error(name, vec![problem]))
+        }
+    }
+}
+
+fn check_record(name: &str, record: &DomainRecord) -> Result<(), RebootError> {
+    let mut problems = Vec::new();
+    if record.state != "running" {
+        problems.push(format!("libvirt reports it as {}: resume it first (virsh resume {name})", record.state));
+    }
+    if let Some(job) = &record.job {
+        problems.push(format!("libvirt is busy with it ({job}): wait until that has ended"));
+    }
+    if problems.is_empty() { Ok(()) } else { Err(preflight_error(name, problems)) }
+}
+
+/// Returns what the command line needs and Rekindle cannot pass on yet.
+fn not_supported(line: &CommandLine) -> Vec<String> {
+    let mut problems = Vec::new();
+    for descriptor in line.descriptors.values() {
+        match descriptor {
+            Descriptor::Tap { interface, .. } => {
+                problems
+                    .push(format!("network interface {interface}: taps of libvirt's domains are not passed on yet"));
+            }
+            Descriptor::VhostNet => problems.push("/dev/vhost-net: not passed on yet".into()),
+            Descriptor::Ram { .. }
+            | Descriptor::OwnMonitor { .. }
+            | Descriptor::Listener { .. }
+            | Descriptor::Duplicate { .. } => {}
+        }
+    }
+    let servers = line.vnc_servers.iter();
+    problems
+        .extend(servers.map(|id| format!("VNC server {id}: VNC servers of libvirt's domains are not passed on yet")));
+    problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
+    problems
+}
+
+/// Returns the listening sockets of the command line, each with a number that the destination does not use.
+fn passed_listeners<'a>(
+    name: &str,
+    line: &CommandLine,
+    source_descriptor: impl Fn(RawFd) -> Option<&'a SourceDescriptor>,
+) -> Result<Vec<PassedListener>, RebootError> {
+    let highest = line.descriptors.last_key_value().map_or(2, |(number, _)| *number);
+    let mut listeners = Vec::new();
+    for (number, descriptor) in &line.descriptors {
+        let Descriptor::Listener { source } = descriptor else { continue };
+        if let Some(SourceDescriptor::Listener(ListenAddress::Tcp(address))) = source_descriptor(*source) {
+            let problem = format!("a character device listens on {address}: only Unix sockets are passed on yet");
+            return Err(preflight_error(name, vec![problem]));
+        }
+        let spare = highest + 1 + listeners.len() as RawFd;
+        listeners.push(PassedListener { source: *source, destination: *number, spare });
+    }
+    Ok(listeners)
+}

@@ -1,0 +1,104 @@
+//! Kills each process at each point of a replacement. Afterwards exactly one QEMU has the guest, or libvirt shows the
+//! domain as shut off, and libvirt's daemon runs.
+
+use crate::{assert_continues, boot, rekindle, text};
+use rekindle_kernel::process::Process;
+use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
+use rekindle_vm::fault::DOMAIN_POINTS;
+use std::fs;
+
+/// What becomes of the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    /// It continues in the source.
+    Source,
+    /// It continues in the destination.
+    Destination,
+    /// The QEMU that was killed was the only one with its state: libvirt shows the domain as shut off.
+    ShutOff,
+}
+
+use Outcome::{Destination, ShutOff, Source};
+
+/// Outcomes for each point if Rekindle, the source, or the destination is killed there.
+const TABLE: &[(&str, [Outcome; 3])] = &[
+    ("libvirt.prepare.journalled", [Source, ShutOff, Source]),
+    ("libvirt.prepare.spawned", [Source, ShutOff, Source]),
+    ("libvirt.prepare.compared", [Source, ShutOff, Source]),
+    ("libvirt.prepare.copied", [Source, ShutOff, Source]),
+    ("libvirt.daemon.stopping", [Source, ShutOff, Source]),
+    ("libvirt.daemon.stopped", [Source, ShutOff, Source]),
+    ("libvirt.suspend.journalled", [Source, ShutOff, Source]),
+    ("libvirt.suspend.stopped", [Source, ShutOff, Source]),
+    ("libvirt.suspend.copied", [Source, Destination, Source]),
+    ("libvirt.suspend.written", [Source, Destination, Source]),
+    ("libvirt.resume.journalled", [Destination, Destination, Source]),
+    ("libvirt.resume.resumed", [Destination, Destination, ShutOff]),
+    ("libvirt.give-back.frozen", [Destination, Destination, ShutOff]),
+    ("libvirt.give-back.status-written", [Destination, Destination, ShutOff]),
+    ("libvirt.give-back.pid-written", [Destination, Destination, ShutOff]),
+    ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff]),
+    ("libvirt.give-back.reconnected", [Destination, Destination, ShutOff]),
+    ("libvirt.settle.journalled", [Destination, Destination, ShutOff]),
+    ("libvirt.settle.source-gone", [Destination, Destination, ShutOff]),
+];
+
+const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];
+
+#[test]
+fn after_each_fault_one_qemu_has_the_guest_and_libvirt_manages_it() {
+    let listed: Vec<_> = TABLE.iter().map(|(point, _)| *point).collect();
+    assert_eq!(listed, DOMAIN_POINTS, "TABLE must have the outcomes of each fault point");
+    let libvirt = PrivateLibvirt::start();
+    let mut failures = Vec::new();
+    for (point, outcomes) in TABLE {
+        for (action, expected) in ACTIONS.iter().zip(outcomes) {
+            let domain = boot(&libvirt, "faulty");
+            let found = inject(&libvirt, &domain, &format!("{point}:{action}"));
+            if found != Ok(*expected) {
+                failures.push(format!("{point} {action}: {found:?} instead of {expected:?}"));
+            }
+            let _ = libvirt.try_virsh(&["destroy", &domain.name]);
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Replaces the domain's QEMU with a fault, recovers it, and returns what has become of its guest.
+fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<Outcome, String> {
+    let boot_id = domain.ask("boot-id");
+    let source = domain.process();
+    let replaced = rekindle(&["replace-qemu", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+    let mut log = text(&replaced);
+    if fs::exists(format!("/run/rekindle/{}/state.json", domain.name)).unwrap() {
+        let recovered = rekindle(&["recover", &domain.name]).output().unwrap();
+        log += &text(&recovered);
+        if !recovered.status.success() {
+            return Err(log);
+        }
+    }
+    if libvirt.daemon().is_none() {
+        return Err(format!("libvirt's daemon does not run; {log}"));
+    }
+    let qemus = qemus_of(&domain.name);
+    // A domain that was made by `virsh create` is gone when it is shut off.
+    let state = libvirt.try_virsh(&["domstate", &domain.name]).unwrap_or_else(|_| "gone".into());
+    match (state.as_str(), qemus.as_slice()) {
+        ("gone", []) => Ok(ShutOff),
+        ("running", [qemu]) if *qemu == domain.process() => {
+            assert_continues(domain, &boot_id);
+            Ok(if *qemu == source { Source } else { Destination })
+        }
+        _ => Err(format!("{state}, QEMUs {qemus:?}; {log}")),
+    }
+}
+
+/// Returns the processes of the QEMUs of a domain.
+fn qemus_of(name: &str) -> Vec<Process> {
+    let numbers = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let is_of_domain = |pid: &u32| {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).any(|word| word.starts_with(format!("guest={name},").as_bytes()))
+    };
+    numbers.filter(is_of_domain).filter_map(|pid| Process::of(pid).ok()).collect()
+}
