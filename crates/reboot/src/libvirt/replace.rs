@@ -273,7 +273,6 @@ fn hand_over(
     let resumed = |_| DomainError::Changed { name: record.name.clone(), what: "its guest was resumed" };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
     destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
-    drop(stopped);
     handover.recorder.step("copy the rest");
     handover.pass("libvirt.suspend.copied");
     let loading = destination.finish_feed();

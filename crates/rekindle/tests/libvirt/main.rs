@@ -35,6 +35,7 @@ pub fn rekindle(arguments: &[&str]) -> Command {
     command
 }
 
+/// Returns everything that a program has printed.
 pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
