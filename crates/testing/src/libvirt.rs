@@ -5,16 +5,24 @@
 //! `/var`. They are empty file systems in memory, which vanish with the namespace. So tests run concurrently, and do
 //! not see the host's libvirt. Network, cgroups and process numbers are the host's: names of domains contain the number
 //! of the test's process, because libvirt names cgroups after them.
+//!
+//! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
+//! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
 
 use crate::micro::{self, exchange, free_port};
 use crate::{DEADLINE, tools, wait_for};
 use nix::sched::{CloneFlags, unshare};
 use rekindle_kernel::process::Process;
-use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::io::Errno;
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, mount_move, unmount,
+};
 use std::fs;
 use std::io;
 use std::marker::PhantomData;
 use std::net::{Ipv4Addr, TcpStream};
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -55,6 +63,7 @@ impl PrivateLibvirt {
             fs::create_dir_all(directory).unwrap();
             mount("tmpfs", *directory, "tmpfs", MountFlags::NOSUID, c"mode=755").unwrap();
         }
+        hide_kvm();
         fs::write("/etc/libvirt/libvirtd.conf", DAEMON_CONFIGURATION).unwrap();
         fs::create_dir(IMAGE_DIRECTORY).unwrap();
         for image in ["vmlinuz", "initrd"] {
@@ -245,6 +254,49 @@ impl Domain<'_> {
         let reply = self.try_ask(command, DEADLINE).unwrap_or_else(|e| panic!("`{command}` to the guest: {e}"));
         let answer = reply.strip_prefix("ok").unwrap_or_else(|| panic!("the guest answers `{command}`: {reply}"));
         answer.trim().into()
+    }
+}
+
+/// Gives the namespace a `/dev` without `kvm`: the same devices, links and mounted file systems. libvirt makes a `/dev`
+/// for each QEMU, and moves there whatever is mounted below `/dev`, which fails for a single device and for mounts that
+/// are covered by others.
+fn hide_kvm() {
+    let staging = Path::new("/run/dev");
+    fs::create_dir(staging).unwrap();
+    mount("tmpfs", staging, "tmpfs", MountFlags::NOSUID, c"mode=755").unwrap();
+    copy_devices(Path::new("/dev"), staging);
+    for directory in ["pts", "shm"] {
+        fs::create_dir_all(staging.join(directory)).unwrap();
+        mount_bind(Path::new("/dev").join(directory), staging.join(directory)).unwrap();
+    }
+    for mounted in ["/dev/pts", "/dev/shm", "/dev/mqueue", "/dev/hugepages", "/dev"] {
+        match unmount(mounted, UnmountFlags::DETACH) {
+            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
+            Err(e) => panic!("{mounted}: {e}"),
+        }
+    }
+    mount_move(staging, "/dev").unwrap();
+}
+
+/// Copies devices and symbolic links, not files.
+fn copy_devices(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let copy = to.join(path.file_name().unwrap());
+        let metadata = path.symlink_metadata().unwrap();
+        let file_type = FileType::from_raw_mode(metadata.mode());
+        match file_type {
+            FileType::CharacterDevice | FileType::BlockDevice if !path.ends_with("kvm") => {
+                mknodat(CWD, &copy, file_type, Mode::from_raw_mode(metadata.mode()), metadata.rdev()).unwrap();
+                fs::set_permissions(&copy, metadata.permissions()).unwrap();
+            }
+            FileType::Symlink => symlink(fs::read_link(&path).unwrap(), &copy).unwrap(),
+            FileType::Directory if path.ends_with("net") => {
+                fs::create_dir(&copy).unwrap();
+                copy_devices(&path, &copy);
+            }
+            _ => {}
+        }
     }
 }
 

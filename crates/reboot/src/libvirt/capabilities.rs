@@ -1,5 +1,5 @@
-//! libvirt's names of a QEMU's features. The daemon records those of the QEMU that it has started, and does not look for
-//! them again when it connects to a running one. With the features of another version it would use commands that the
+//! libvirt's names of a QEMU's features. The daemon records those of the QEMU that it has started, and does not search
+//! for them again when it connects to a running one. With the features of another version it would use commands that the
 //! destination does not have.
 //!
 //! Only names of this daemon are used, from its cache of probed binaries: it forgets a domain with a name that it does
@@ -24,7 +24,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Limit of what `virsh` prints about a binary: all CPU models that it has.
 const MAX_OUTPUT_BYTES: usize = 16 << 20;
 
-/// Returns the features to record for a domain that moves from the binary `old`, with the features `recorded`, to `new`.
+/// Returns the features to record for a domain that goes from the binary `old`, with the features `recorded`, to `new`.
 ///
 /// libvirt has left out some of the old binary's features for this domain's machine. So the differences between the two
 /// binaries are applied to what it has recorded.

@@ -41,7 +41,7 @@ pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut
     let libvirt = operation(handover)?.clone();
     let record = StatusFile::read(&libvirt.status_file)?.parse()?;
     if record.pid != destination.pid {
-        // Somebody may have started it since, and it would take the change of its record for a crash.
+        // An administrator may have started it since, and it would take the change of its record for a crash.
         daemon::stop(&libvirt.daemon)?;
         pass_sockets(handover, &libvirt, destination)?;
         // libvirt does not know these capabilities, and its own migrations must not use them.
@@ -65,7 +65,7 @@ pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut
     Ok(())
 }
 
-/// Freezes the source, and puts its listening sockets in the place of the destination's stand-ins: two QEMUs that listen
+/// Freezes the source and puts its listening sockets in the place of the destination's stand-ins: two QEMUs that listen
 /// on one socket would steal each other's clients.
 fn pass_sockets(handover: &Handover, libvirt: &LibvirtOperation, destination: Process) -> Result<(), RebootError> {
     if let Some(source) = handover.live_source() {

@@ -3,12 +3,12 @@
 //! | step | the destination lives | it does not |
 //! |---|---|---|
 //! | before the decision | it is ended; the guest continues in the source | the guest continues in the source |
-//! | after the decision | it continues, and libvirt gets the domain | the guest may have run there: its memory is lost |
+//! | after the decision | it continues, and libvirt gets the domain | the guest may have run there: memory is lost |
 //!
 //! In each case libvirt's daemon runs at the end. If no QEMU has the guest, libvirt shows the domain as shut off.
 
 use super::give_back::{give_back, settle};
-use super::way_back::{give_up, undo};
+use super::way_back::{end_without_guest, undo};
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, continue_interrupted};
 use crate::vmm::recover::live_destination;
@@ -25,7 +25,7 @@ pub(crate) fn recover_replacement(locked_vm: &LockedVm, journal: Journal) -> Res
         return Ok(if is_alive { Recovered::Undone } else { Recovered::ShutOff });
     }
     let Some(mut destination) = live_destination(&handover)? else {
-        give_up(handover)?;
+        end_without_guest(handover)?;
         return Ok(Recovered::ShutOff);
     };
     let vmm = destination.vmm.clone();

@@ -1,5 +1,5 @@
-//! The replacement, from the preflight to the moment at which the guest runs in the destination, and the way back to the
-//! source.
+//! The replacement, from the preflight to the moment at which the guest runs in the destination, and the way back to
+//! the source.
 
 use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
 use super::journal::{operation, set_absence};
@@ -304,7 +304,7 @@ fn check_unchanged(libvirt: &LibvirtOperation, record: &DomainRecord, source: &m
         return Err(changed("it has other devices"));
     }
     if current.job.is_some() || current.state != "running" || guest::run_state(source)? != "running" {
-        return Err(changed("libvirt has begun something with it"));
+        return Err(changed("libvirt has started a job with it"));
     }
     Ok(())
 }

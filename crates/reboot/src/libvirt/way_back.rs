@@ -30,7 +30,7 @@ pub(super) fn abandon(handover: Handover, error: RebootError) -> Failure {
         other => other,
     };
     if handover.live_source().is_none() {
-        if let Err(e) = give_up(handover) {
+        if let Err(e) = end_without_guest(handover) {
             tracing::error!("{name}: {e}");
         }
         return Failure::needs_recovery(DomainError::Lost { name });
@@ -71,7 +71,7 @@ pub(super) fn fail_after_decision(mut handover: Handover, ram_files: &[File], er
 /// *Needs:* the source lives; the guest has not run in the destination.
 pub(super) fn undo(handover: Handover) -> Result<(), RebootError> {
     handover.end_destination()?;
-    let Some(source) = handover.live_source().cloned() else { return give_up(handover) };
+    let Some(source) = handover.live_source().cloned() else { return end_without_guest(handover) };
     let untraceable = RebootError::file(Path::new(&format!("/proc/{}/mem", source.pid)));
     let injector = Injector::new(source.process()).map_err(|e| untraceable(e.into()))?;
     close_leftovers(injector).map_err(|e| untraceable(io::Error::other(e)))?;
@@ -89,7 +89,7 @@ pub(super) fn undo(handover: Handover) -> Result<(), RebootError> {
 }
 
 /// Ends an operation whose guest is lost: libvirt finds that the domain's QEMU has ended. Can be repeated.
-pub(super) fn give_up(handover: Handover) -> Result<(), RebootError> {
+pub(super) fn end_without_guest(handover: Handover) -> Result<(), RebootError> {
     handover.end_destination()?;
     if let Some(source) = handover.live_source() {
         source.kill().map_err(handover.file_error("qemu"))?;

@@ -6,6 +6,8 @@ use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
 use rekindle_vm::fault::DOMAIN_POINTS;
 use std::fs;
+use std::sync::Mutex;
+use std::thread;
 
 /// What becomes of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,22 +47,38 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
 
 const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];
 
+/// Threads that walk through the faults, each with a libvirt of its own. A walk waits more than it computes.
+const WALKERS: usize = 4;
+
 #[test]
 fn after_each_fault_one_qemu_has_the_guest_and_libvirt_manages_it() {
     let listed: Vec<_> = TABLE.iter().map(|(point, _)| *point).collect();
     assert_eq!(listed, DOMAIN_POINTS, "TABLE must have the outcomes of each fault point");
-    let libvirt = PrivateLibvirt::start();
-    let mut failures = Vec::new();
-    for (point, outcomes) in TABLE {
-        for (action, expected) in ACTIONS.iter().zip(outcomes) {
-            let domain = boot(&libvirt, "faulty");
-            let found = inject(&libvirt, &domain, &format!("{point}:{action}"));
-            if found != Ok(*expected) {
-                failures.push(format!("{point} {action}: {found:?} instead of {expected:?}"));
-            }
-            let _ = libvirt.try_virsh(&["destroy", &domain.name]);
+    let cases_of = |(point, outcomes): &(&'static str, [Outcome; 3])| {
+        let point = *point;
+        ACTIONS.into_iter().zip(*outcomes).map(move |(action, outcome)| (format!("{point}:{action}"), outcome))
+    };
+    let cases: Mutex<Vec<_>> = Mutex::new(TABLE.iter().flat_map(cases_of).collect());
+    let failures = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for walker in 0..WALKERS {
+            let (cases, failures) = (&cases, &failures);
+            scope.spawn(move || {
+                let libvirt = PrivateLibvirt::start();
+                let name = format!("faulty{walker}");
+                while let Some((fault, expected)) = { cases.lock().unwrap().pop() } {
+                    let domain = boot(&libvirt, &name);
+                    let found = inject(&libvirt, &domain, &fault);
+                    if found != Ok(expected) {
+                        failures.lock().unwrap().push(format!("{fault}: {found:?} instead of {expected:?}"));
+                    }
+                    let _ = libvirt.try_virsh(&["destroy", &domain.name]);
+                }
+            });
         }
-    }
+    });
+    assert!(cases.into_inner().unwrap().is_empty());
+    let failures = failures.into_inner().unwrap();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
