@@ -24,6 +24,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Limit for opening a connection. libvirt itself waits up to 30 s for another command to end.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(40);
+/// How long a daemon that has ended may take to be started again. The client of the relay waits longer for a reply.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(20);
+const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Limit for the event that follows a successful `cont`. It usually arrives within a millisecond of the reply.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -60,8 +63,9 @@ struct OpenDomain {
 }
 
 impl OpenDomain {
-    fn open(name: &str, uri: Option<&str>) -> Result<Self, LibvirtError> {
-        let connection = Arc::new(Connection::open(uri)?);
+    /// Finds the domain.
+    fn of(connection: Connection, name: &str) -> Result<Self, LibvirtError> {
+        let connection = Arc::new(connection);
         let domain = connection.lookup(name)?;
         let (sender, events) = channel();
         Ok(Self { _subscription: domain.subscribe(sender)?, events, domain, connection })
@@ -82,7 +86,8 @@ struct Relay {
 impl Relay {
     /// Also returns QEMU's version.
     fn open(name: String, uri: Option<String>) -> Result<(Self, Value), String> {
-        let open = OpenDomain::open(&name, uri.as_deref()).map_err(|e| e.to_string())?;
+        let connection = Connection::open(uri.as_deref()).map_err(|e| e.to_string())?;
+        let open = OpenDomain::of(connection, &name).map_err(|e| e.to_string())?;
         let mut relay = Self { name, uri, open, stop_sent: None, may_miss_events: false };
         let reply = relay.execute(r#"{"execute":"query-version"}"#, true, None).map_err(|e| e.to_string())?;
         let version = serde_json::from_str::<Value>(&reply).ok().and_then(|reply| reply.get("return").cloned());
@@ -104,8 +109,18 @@ impl Relay {
         reply
     }
 
+    /// Connects to a daemon that is being started again. The guest may be stopped meanwhile, and only a connection can
+    /// resume it.
     fn reopen(&mut self) -> Result<(), LibvirtError> {
-        self.open = OpenDomain::open(&self.name, self.uri.as_deref())?;
+        let deadline = Instant::now() + RESTART_TIMEOUT;
+        let connection = loop {
+            match Connection::open(self.uri.as_deref()) {
+                Ok(connection) => break connection,
+                Err(e) if Instant::now() >= deadline => return Err(e),
+                Err(_) => thread::sleep(RESTART_POLL_INTERVAL),
+            }
+        };
+        self.open = OpenDomain::of(connection, &self.name)?;
         self.may_miss_events = true;
         Ok(())
     }
@@ -121,9 +136,22 @@ impl Relay {
         while let Some(ReceivedCommand { command, fd }) = commands.next() {
             for line in self.answer(&command, fd) {
                 if writeln!(out, "{line}").is_err() {
+                    if is_stop(&command) {
+                        self.undo_stop();
+                    }
                     return;
                 }
             }
+        }
+    }
+
+    /// Resumes the guest after a `stop` whose reply the client has not waited for: it does not know that the guest is
+    /// stopped, so no other process resumes it.
+    fn undo_stop(&mut self) {
+        if self.stop_sent.take().is_some()
+            && let Err(e) = self.execute(r#"{"execute":"cont"}"#, true, None)
+        {
+            tracing::warn!("the guest of {} may be stopped: {e}", self.name);
         }
     }
 
@@ -204,6 +232,10 @@ fn event_line(name: &str, since_1970: Duration) -> String {
 fn is_running(status: &str) -> bool {
     let status: Option<Value> = serde_json::from_str(status).ok();
     status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
+}
+
+fn is_stop(command: &Value) -> bool {
+    command.get("execute").and_then(Value::as_str) == Some("stop")
 }
 
 /// A command of the client, with the descriptor that arrived with it.

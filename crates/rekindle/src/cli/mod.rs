@@ -152,8 +152,8 @@ Example:
     /// The same as `rekindle reboot vmm`. For a domain of libvirt, libvirt's daemon is stopped for a moment and started
     /// again; it manages the domain afterwards as before.
     ///
-    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: root; no tap,
-    /// no VNC server; a daemon that is not started by systemd.
+    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: --preview;
+    /// root; no tap, no VNC server; a daemon that is not started by systemd.
     ///
     /// On success: each guest runs in a new QEMU.
     ///

@@ -96,12 +96,16 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
     let is_warm = matches!(arguments.how, RebootMethod::Warm);
     let options =
         [(!is_warm, "--how"), (arguments.rollback, "--rollback"), (arguments.verify_memory, "--verify-memory")];
-    match options.iter().find(|(is_given, _)| *is_given) {
-        None => Ok(()),
-        Some((_, option)) => {
-            Err(Usage(format!("{option} is not possible for {}, which libvirt manages", domains.join(", "))).into())
-        }
+    let domains = domains.join(", ");
+    if let Some((_, option)) = options.iter().find(|(is_given, _)| *is_given) {
+        return Err(Usage(format!("{option} is not possible for {domains}, which libvirt manages")).into());
     }
+    if !arguments.preview && !arguments.dry_run {
+        let problem = "libvirt manages it, and replacing such a QEMU is a preview that does not notice each change of \
+                       its disks yet";
+        return Err(Usage(format!("{domains}: {problem}; if its data has no value, add --preview")).into());
+    }
+    Ok(())
 }
 
 /// Describes what a replacement would do, for `--dry-run`.

@@ -89,7 +89,8 @@ fn after_each_fault_one_qemu_has_the_guest_and_libvirt_manages_it() {
 fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<Outcome, String> {
     let boot_id = domain.ask("boot-id");
     let source = domain.process();
-    let replaced = rekindle(&["replace-qemu", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+    let replaced =
+        rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
     let mut log = text(&replaced);
     if fs::exists(format!("/run/rekindle/{}/state.json", domain.name)).unwrap() {
         let recovered = rekindle(&["recover", &domain.name]).output().unwrap();

@@ -8,8 +8,9 @@ use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use serde_json::Value;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 /// A disk, a guest agent's channel and a balloon.
 pub const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>
@@ -55,7 +56,7 @@ pub fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
 #[track_caller]
 fn replace(domain: &Domain<'_>) -> Value {
     let source = domain.process();
-    let output = rekindle(&["--json", "replace-qemu", &domain.name]).output().unwrap();
+    let output = rekindle(&["--json", "replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
     assert_ne!(domain.process(), source);
     assert!(!source.is_alive());
@@ -118,13 +119,46 @@ fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let domain = libvirt.boot(&options);
     let (qemu, daemon) = (domain.process(), libvirt.daemon());
     let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+    assert!(text(&output).contains("add --preview"), "{}", text(&output));
+    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert!(text(&output).contains("VNC server"), "{}", text(&output));
     assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
 
     libvirt.virsh(&["suspend", &domain.name]);
-    let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert!(text(&output).contains("virsh resume"), "{}", text(&output));
     assert_eq!((domain.process(), domain.state()), (qemu, "paused".to_owned()));
+}
+
+#[test]
+fn protection_continues_when_the_daemon_is_started_again() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = boot(&libvirt, "protected");
+    let boot_id = domain.ask("boot-id");
+    let run = |arguments: &[&str]| {
+        let output = rekindle(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+    };
+    run(&["attach", "vm", "--libvirt", &domain.name, "--connect", "qemu:///system"]);
+    let mut protect = rekindle(&["--json", "protect", "vm", "--store", "/run/store", "--create-store"]);
+    protect.args(["--every", "100ms", "--count", "40", "--pause-disks"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut protector = protect.spawn().unwrap();
+    let mut events = BufReader::new(protector.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut wait_for_checkpoint = || {
+        let event = events.find(|event| event.contains("\"event\":\"checkpoint\""));
+        assert!(event.is_some(), "the protector has ended");
+    };
+    wait_for_checkpoint();
+    libvirt.stop_daemon();
+    libvirt.start_daemon();
+    for _ in 0..39 {
+        wait_for_checkpoint();
+    }
+    let ended = protector.wait_with_output().unwrap();
+    assert!(ended.status.success(), "{}", text(&ended));
+    run(&["detach", "vm"]);
+    assert_continues(&domain, &boot_id);
 }
