@@ -142,6 +142,7 @@ fn text_of(node: Node<'_, '_>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rekindle_testing::{DEADLINE, wait_for};
     use std::os::unix::fs::symlink;
     use std::process::{Child, Command, Stdio};
     use tempfile::TempDir;
@@ -210,10 +211,15 @@ mod tests {
             KilledChild(shell.spawn().unwrap())
         };
         let (other, qemu) = (start(&["-uuid", "another"]), start(&["-uuid", &uuid]));
-        domain.pid = other.0.id();
-        assert_eq!(domain.qemu(), None);
         domain.pid = qemu.0.id();
-        assert!(domain.qemu().is_some());
+        // A process has no command line for a moment after its start.
+        wait_for("a command line", DEADLINE, || domain.qemu());
+        domain.pid = other.0.id();
+        wait_for("a command line", DEADLINE, || {
+            let program = Program::of(Process::of(other.0.id()).unwrap()).unwrap();
+            program.arguments.contains(&"another".to_owned()).then_some(())
+        });
+        assert_eq!(domain.qemu(), None);
     }
 
     struct KilledChild(Child);
