@@ -2,25 +2,22 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
-mod faults;
-
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 
 /// A disk, a guest agent's channel and a balloon.
-pub const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>
+const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>
   <source file='/var/lib/libvirt/images/disk'/><target dev='vda' bus='virtio'/></disk>
 <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel><memballoon model='virtio'/>";
 /// Blocks of 4096 bytes of the disk.
 const DISK_BLOCKS: u64 = 512;
 
 /// Boots a guest with a pattern in its memory.
-pub fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
+fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write("/var/lib/libvirt/images/disk", content).unwrap();
     let domain = libvirt.boot(&DomainOptions { devices: DEVICES, ..DomainOptions::new(name) });
@@ -30,20 +27,20 @@ pub fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
 }
 
 /// Returns the program, which finds the private libvirt of this thread.
-pub fn rekindle(arguments: &[&str]) -> Command {
+fn rekindle(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
     command.args(arguments).env("REKINDLE_RUN_DIR", "/run/rekindle");
     command
 }
 
 /// Returns everything that a program has printed.
-pub fn text(output: &Output) -> String {
+fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk works.
 #[track_caller]
-pub fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
+fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
     assert_eq!(domain.ask("boot-id"), boot_id);
     domain.ask("dirty 0");
@@ -131,34 +128,4 @@ fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert!(text(&output).contains("virsh resume"), "{}", text(&output));
     assert_eq!((domain.process(), domain.state()), (qemu, "paused".to_owned()));
-}
-
-#[test]
-fn protection_continues_when_the_daemon_is_started_again() {
-    let libvirt = PrivateLibvirt::start();
-    let domain = boot(&libvirt, "protected");
-    let boot_id = domain.ask("boot-id");
-    let run = |arguments: &[&str]| {
-        let output = rekindle(arguments).output().unwrap();
-        assert!(output.status.success(), "{arguments:?}: {}", text(&output));
-    };
-    run(&["attach", "vm", "--libvirt", &domain.name, "--connect", "qemu:///system"]);
-    let mut protect = rekindle(&["--json", "protect", "vm", "--store", "/run/store", "--create-store"]);
-    protect.args(["--every", "100ms", "--count", "40", "--pause-disks"]).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut protector = protect.spawn().unwrap();
-    let mut events = BufReader::new(protector.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let mut wait_for_checkpoint = || {
-        let event = events.find(|event| event.contains("\"event\":\"checkpoint\""));
-        assert!(event.is_some(), "the protector has ended");
-    };
-    wait_for_checkpoint();
-    libvirt.stop_daemon();
-    libvirt.start_daemon();
-    for _ in 0..39 {
-        wait_for_checkpoint();
-    }
-    let ended = protector.wait_with_output().unwrap();
-    assert!(ended.status.success(), "{}", text(&ended));
-    run(&["detach", "vm"]);
-    assert_continues(&domain, &boot_id);
 }
