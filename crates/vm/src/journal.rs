@@ -173,7 +173,7 @@ pub struct LibvirtOperation {
     pub listeners: Vec<PassedListener>,
     /// Forwarded ports, which the destination gets when the source has ended.
     pub forwards: Vec<ForwardedPort>,
-    /// The QEMU that libvirt starts for this domain from now on; `None`: the same as before.
+    /// The QEMU to record for this domain until it is shut off; `None`: the same as before.
     pub emulator: Option<PathBuf>,
     /// libvirt's names of the destination's features; `None`: the same as the source's.
     pub capabilities: Option<BTreeSet<String>>,
