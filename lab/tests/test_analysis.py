@@ -54,9 +54,9 @@ def test_the_critical_value_of_f_is_the_textbooks():
 
 
 def test_a_printed_number_stands_for_numbers_rounded_or_truncated_to_it():
-    span = paper.printed("0.0046")
+    span = paper.possible_values("0.0046")
     assert (span.low, span.high) == (pytest.approx(0.00455), pytest.approx(0.0047))
-    assert not paper.Row("", "", "0.0046", paper.Span(0.00471, 0.005)).agrees
+    assert not paper.Row("", "", printed="0.0046", computed=paper.Span(0.00471, 0.005)).agrees
 
 
 def three_groups(seed=3):

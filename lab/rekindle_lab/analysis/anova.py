@@ -1,4 +1,16 @@
-"""Differences of means: one-way analysis of variance, Welch's, and critical values; from samples or from summaries."""
+"""Tests whether the means of several groups (the runs of one level each) differ, and the tables of these tests.
+
+- `one_way`: analysis of variance (ANOVA). It splits the sum of squares of all deviations from the grand mean into a
+  part between the groups and a part within them (the error). F is the ratio of the two mean squares; a large F, whose
+  probability p by chance is small, shows that the means differ. It assumes equal variances.
+- `blocked`: the same for runs in blocks (parts of an experiment, such as days), whose differences do not count as
+  error.
+- `welch`: Welch's test, which allows different variances.
+- `variance_ratio`, `pooled_intervals`, `f_critical`, `t_critical`, `t_p`: the further numbers of the paper's tables.
+
+The formulas are those of Montgomery, Design and Analysis of Experiments, chapters 3 and 4, which the paper follows.
+Except for `blocked`, they need only a summary of each group, so that the paper's tables can be recomputed.
+"""
 
 import math
 from collections.abc import Sequence
@@ -32,10 +44,15 @@ class AnovaLine:
     """One line of an analysis of variance. `ss` and `ms` are in the square of the response's unit."""
 
     source: str
+    """`factor` (or its name), `block`, `error` or `total`."""
     df: int
+    """Degrees of freedom."""
     ss: float
+    """Sum of squares."""
     f: float = math.nan
+    """Mean square over that of the error; NaN in the lines of error and total, which are not tested."""
     p: float = math.nan
+    """Probability of so large an F if the means are equal."""
 
     @property
     def ms(self) -> float:
@@ -63,9 +80,14 @@ class Anova:
         """Line of the error."""
         return self.line("error")
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the analysis has blocks."""
+        return any(line.source == "block" for line in self.lines)
+
 
 def one_way(groups: Sequence[Group], factor: str = "factor") -> Anova:
-    """Computes a one-way analysis of variance from summaries."""
+    """Computes a one-way analysis of variance from summaries. `factor` names the first line of the table."""
     if len(groups) < 2:
         raise ValueError(f"an analysis of variance needs at least 2 groups, not {len(groups)}")
     n = sum(group.n for group in groups)
@@ -79,13 +101,18 @@ def one_way(groups: Sequence[Group], factor: str = "factor") -> Anova:
 
 def _factor_line(source: str, df: int, ss: float, error: AnovaLine) -> AnovaLine:
     """Returns the line of a factor with its F test against the error."""
-    f = (ss / df) / error.ms if error.ss > 0 else math.inf if ss > 0 else math.nan
+    without_error = math.inf if ss > 0 else math.nan  # no value deviates from the mean of its group
+    f = (ss / df) / error.ms if error.ss > 0 else without_error
     p = float(stats.f.sf(f, df, error.df)) if not math.isnan(f) else math.nan
     return AnovaLine(source, df, ss, f, p)
 
 
 def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int], factor: str = "factor") -> Anova:
-    """Analyses factor and blocks without interaction; the factor's sum of squares is what it adds to the blocks."""
+    """Analyses factor and blocks without interaction; the three sequences have an entry for each run.
+
+    Fits the values with and without each of the two. The sum of squares of the factor is what it explains in addition
+    to the blocks, and the reverse: the result is right also if levels and blocks are unevenly combined.
+    """
     observed = np.asarray(values, dtype=float)
     level_columns, block_columns = _dummies(levels), _dummies(blocks)
     without_both = _fit(observed)
@@ -143,7 +170,9 @@ class Welch:
 
     f: float
     df: int
+    """Degrees of freedom of the numerator of F: levels less 1."""
     df_error: float
+    """Degrees of freedom of the denominator, an estimate that need not be whole."""
     p: float
 
     @property
@@ -158,17 +187,17 @@ def welch(groups: Sequence[Group]) -> Welch:
         raise ValueError(f"Welch's test needs at least 2 groups, not {len(groups)}")
     if any(group.sd == 0 for group in groups):
         raise ValueError("Welch's test needs groups that vary")
-    # k, the weights and lambda (`imbalance`) are those of Welch (1951).
-    k = len(groups)
+    # Welch, On the comparison of several mean values, Biometrika 38 (1951): each mean has the weight n / variance.
+    levels = len(groups)
     weights = [group.n / group.sd**2 for group in groups]
     total_weight = sum(weights)
-    weighted = list(zip(weights, groups, strict=True))
-    mean = sum(weight * group.mean for weight, group in weighted) / total_weight
-    between = sum(weight * (group.mean - mean) ** 2 for weight, group in weighted) / (k - 1)
-    imbalance = sum((1 - weight / total_weight) ** 2 / (group.n - 1) for weight, group in weighted)
-    f = between / (1 + 2 * (k - 2) / (k**2 - 1) * imbalance)
-    df_error = (k**2 - 1) / (3 * imbalance)
-    return Welch(f, k - 1, df_error, float(stats.f.sf(f, k - 1, df_error)))
+    weighted_groups = list(zip(weights, groups, strict=True))
+    mean = sum(weight * group.mean for weight, group in weighted_groups) / total_weight
+    between = sum(weight * (group.mean - mean) ** 2 for weight, group in weighted_groups) / (levels - 1)
+    imbalance = sum((1 - weight / total_weight) ** 2 / (group.n - 1) for weight, group in weighted_groups)
+    f = between / (1 + 2 * (levels - 2) / (levels**2 - 1) * imbalance)
+    df_error = (levels**2 - 1) / (3 * imbalance)
+    return Welch(f, levels - 1, df_error, float(stats.f.sf(f, levels - 1, df_error)))
 
 
 class VarianceRatio(NamedTuple):

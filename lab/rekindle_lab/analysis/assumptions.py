@@ -1,4 +1,8 @@
-"""Checks the assumptions of analysis of variance: equal variances, normal and independent residuals."""
+"""Checks the assumptions of analysis of variance: equal variances, normal and independent residuals.
+
+A residual is what the model leaves of a value: the value less the mean of its level, or less what level and block
+predict. Entry points: `residuals`, then `check_equal_variances`, `check_normality` and `check_independence`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +15,7 @@ from rekindle_lab.analysis.anova import Group, fitted, variance_ratio
 from rekindle_lab.stats import SEED
 
 MAX_SHAPIRO_VALUES = 5000
-"""Largest sample for which Shapiro and Wilk's p is accurate."""
+"""Largest sample for which Shapiro and Wilk's p is accurate, by scipy's documentation."""
 ORDER_SHUFFLES = 1999
 """Number of random orders of the runs that the observed order is compared with."""
 MIN_RUNS_PER_LEVEL = 3
@@ -60,6 +64,7 @@ def check_equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
 
 
 def _check_variance_estimates(samples: Sequence[np.ndarray]) -> list[Check]:
+    """Runs the tests that compare estimates of the variances themselves; two values per level are enough."""
     checks = [Check("Bartlett", *map(float, stats.bartlett(*samples)))]
     if len(samples) == 2:
         comparison = variance_ratio(Group.of(samples[0]), Group.of(samples[1]))
@@ -83,11 +88,12 @@ def check_independence(residuals: np.ndarray) -> list[Check]:
     sum_of_squares = float((centred**2).sum())
     if sum_of_squares == 0:
         raise ValueError("residuals that do not vary have no order")
-    observed = float((centred[1:] * centred[:-1]).sum()) / sum_of_squares
+    observed = float((centred[1:] * centred[:-1]).sum()) / sum_of_squares  # of each run with the next (lag 1)
     generator = np.random.default_rng(SEED)
     shuffled = generator.permuted(np.tile(centred, (ORDER_SHUFFLES, 1)), axis=1)
     by_chance = (shuffled[:, 1:] * shuffled[:, :-1]).sum(axis=1) / sum_of_squares
-    as_large = int((np.abs(by_chance) >= abs(observed) - 1e-12).sum())
+    rounding_error = 1e-12
+    as_large = int((np.abs(by_chance) >= abs(observed) - rounding_error).sum())
     return [
         Check("autocorrelation, lag 1", observed, (1 + as_large) / (ORDER_SHUFFLES + 1)),
         Check("Durbin-Watson", float(durbin_watson(residuals)), float("nan")),

@@ -1,4 +1,18 @@
-"""Sizes of differences, with bootstrap intervals; and a permutation test, which assumes only exchangeability."""
+"""How large the differences between levels are (`effects`), and whether chance explains them (`permutation_p`).
+
+A level is one of the compared ways; its sample has the values of its runs. The effect sizes:
+
+- eta squared: the share of the variance that the levels explain; omega squared: the same without its upward bias (Hays,
+  Statistics, 1963);
+- for two levels: the difference of the means, in the response's unit and relative to the second, and Hedges' g: the
+  difference in pooled standard deviations, corrected for small samples (Hedges, J. Educational Statistics 6, 1981).
+
+Each has a 95 % interval by the percentile bootstrap: the same figure of `RESAMPLES` resamples, drawn with replacement
+from the values of each level; the interval holds the middle 95 % of them. It assumes no normal distribution.
+
+The permutation test assigns the values to the levels at random, many times: p is the share of assignments whose
+difference is at least the observed one.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +101,7 @@ def effects(samples: dict[str, np.ndarray]) -> Effects:
 
 
 def _resample(values: np.ndarray, generator: np.random.Generator) -> _Moments:
+    """Draws the resamples of a level; returns their moments."""
     means, variances = [], []
     for count in _chunk_sizes(values.size, RESAMPLES):
         drawn = values[generator.integers(0, values.size, (count, values.size))]
@@ -110,6 +125,7 @@ class _ExplainedVariance(NamedTuple):
 
 
 def _explained_variance(sizes: np.ndarray, levels: Sequence[_Moments]) -> _ExplainedVariance:
+    """Computes eta² and omega² from the levels' moments: of the samples or, along the first axis, of all resamples."""
     means = np.stack([level.mean for level in levels], axis=-1)
     variances = np.stack([level.variance for level in levels], axis=-1)
     grand_mean = (means * sizes).sum(axis=-1, keepdims=True) / sizes.sum()
@@ -123,6 +139,7 @@ def _explained_variance(sizes: np.ndarray, levels: Sequence[_Moments]) -> _Expla
 
 
 def _interval(value: float, resampled: np.ndarray) -> Interval | None:
+    """Returns a figure with the interval of its resamples; `None` for a figure that is not defined."""
     if not np.isfinite(value):
         return None
     if not np.isfinite(resampled).all():
@@ -132,21 +149,24 @@ def _interval(value: float, resampled: np.ndarray) -> Interval | None:
 
 
 def _compare(name: str, level: _Level, other_name: str, other: _Level) -> Pair:
+    """Compares two levels."""
     difference = _interval(level.observed.mean - other.observed.mean, level.resampled.mean - other.resampled.mean)
     assert difference is not None
     other_means = other.resampled.mean
-    has_one_sign = bool((other_means > 0).all() or (other_means < 0).all()) and other.observed.mean != 0
+    other_has_one_sign = bool((other_means > 0).all() or (other_means < 0).all()) and other.observed.mean != 0
     relative = None
-    if has_one_sign:
+    if other_has_one_sign:
         relative = _interval(level.observed.mean / other.observed.mean - 1, level.resampled.mean / other_means - 1)
     hedges_g = _interval(
-        float(_hedges_g(level.observed, level.size, other.observed, other.size)),
-        _hedges_g(level.resampled, level.size, other.resampled, other.size),
+        float(_hedges_g(level.observed, other.observed, sizes=(level.size, other.size))),
+        _hedges_g(level.resampled, other.resampled, sizes=(level.size, other.size)),
     )
     return Pair(name, other_name, difference, relative, hedges_g)
 
 
-def _hedges_g(moments: _Moments, size: int, other: _Moments, other_size: int) -> np.ndarray:
+def _hedges_g(moments: _Moments, other: _Moments, *, sizes: tuple[int, int]) -> np.ndarray:
+    """Returns Hedges' g of two levels with `sizes` values, with his approximation of the correction."""
+    size, other_size = sizes
     df = size + other_size - 2
     small_sample_factor = 1 - 3 / (4 * df - 1)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -171,11 +191,12 @@ def permutation_p(values: np.ndarray, levels: Sequence[str], blocks: Sequence[in
     observed = float(between_levels(centred[None, :])[0])
     rounding_error = 1e-9 * max(observed, float((centred**2).sum()))
     generator = np.random.default_rng(SEED)
-    as_large = 0
+    as_large = 0  # arrangements whose F is at least the observed one
     for count in _chunk_sizes(values.size, RESAMPLES):
         arrangements = np.tile(centred, (count, 1))
         for block in np.unique(block_of_value):
             columns = np.flatnonzero(block_of_value == block)
             arrangements[:, columns] = generator.permuted(arrangements[:, columns], axis=1)
         as_large += int((between_levels(arrangements) >= observed - rounding_error).sum())
+    # The observed arrangement is one of them, so p is never 0.
     return (1 + as_large) / (RESAMPLES + 1)

@@ -1,6 +1,16 @@
 """Judges an experiment: decides for each response whether the levels differ, then corrects for the number of responses.
 
-Entry points: `judge` (all responses of an experiment) and `judge_response` (one response, uncorrected).
+A response is a number that every run measures, a level one of the compared ways, a block a part of the experiment in
+which every level occurs. Entry points: `judge` (all responses) and `judge_response` (one response, uncorrected).
+
+Which test decides for a response:
+
+    a level does not vary                   permutation test: the others need a variance
+    a level has fewer than 3 runs,          Welch's test: it allows different variances
+      or a test of variances rejects
+    otherwise                               analysis of variance, with blocks if there are any
+
+Everything else (checks of residuals, effect sizes, pairs of levels) is reported and adds notes, but does not decide.
 """
 
 from collections.abc import Sequence
@@ -37,18 +47,26 @@ class ResponseResult:
 
     name: str
     groups: dict[str, Group]
+    """Summaries of the levels, by name."""
     equal_variances: tuple[Check, ...]
+    """Tests of equal variances; empty where a level does not vary."""
     normal: Check | None
+    """Test of normal residuals; `None` for fewer than 3 runs or constant residuals."""
     independent: tuple[Check, ...]
+    """Tests of independent residuals; empty where they do not vary."""
     anova: Anova | None
+    """`None`, as `welch`, where a level does not vary."""
     welch: Welch | None
     test: str
-    """The test that decides: `anova`, `welch`, or `permutation` where a level does not vary."""
+    """The test that decides: `anova`, `welch` or `permutation`."""
     p: float
+    """p of the test that decides."""
     permutation_p: float
     effects: Effects
     versus: tuple[GamesHowellPair, ...]
+    """Comparisons of pairs; empty for two levels, or where a level does not vary."""
     notes: tuple[str, ...]
+    """What a reader of the result must know, such as a violated assumption."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,8 @@ def judge_response(
     if constant_levels:
         notes.append(_zero_variance_note(groups, constant_levels))
     else:
-        anova, blocks = _analyse_variance(array, levels, blocks, groups, notes)
+        anova = _analyse_variance(array, levels, blocks, groups, notes)
+        blocks = blocks if anova.has_blocks else None
     residuals = assumptions.residuals(array, levels, blocks)
     permutation_p = effects.permutation_p(array, levels, blocks)
 
@@ -161,14 +180,14 @@ def _analyse_variance(
     blocks: Sequence[int] | None,
     groups: dict[str, Group],
     notes: list[str],
-) -> tuple[Anova, Sequence[int] | None]:
-    """Returns the analysis of variance, and the blocks that it uses: `None` if they cannot be separated from levels."""
+) -> Anova:
+    """Analyses levels and blocks; levels alone, with a note, if the blocks cannot be separated from them."""
     if blocks is not None:
         try:
-            return blocked(values, levels, blocks), blocks
+            return blocked(values, levels, blocks)
         except ValueError as error:
             notes.append(f"{error}: blocks are left out")
-    return one_way(list(groups.values())), None
+    return one_way(list(groups.values()))
 
 
 def _check_variances(samples: dict[str, np.ndarray], residuals: np.ndarray, levels: Sequence[str]) -> tuple[Check, ...]:
@@ -212,6 +231,7 @@ def _check_residuals(residuals: np.ndarray, alpha: float, notes: list[str]) -> _
 
 
 def _compare_pairs(samples: dict[str, np.ndarray]) -> tuple[GamesHowellPair, ...]:
+    # scipy's name for Games and Howell's test: Tukey's without the assumption of equal variances.
     games_howell = stats.tukey_hsd(*samples.values(), equal_var=False)
     return tuple(
         GamesHowellPair(level, other, float(games_howell.pvalue[row, column]))

@@ -1,4 +1,9 @@
-"""The number of runs that a level needs, and the power of a number of runs (the paper's section 4.3)."""
+"""How many runs a level needs to detect a difference (`smallest_n`), as in section 4.3 of the paper.
+
+- Power: the probability that the analysis of variance detects a difference of a given size.
+- Cohen's f: that size, the standard deviation of the levels' means over the standard deviation within a level.
+- Alpha: the accepted probability of a false difference.
+"""
 
 import math
 
@@ -19,7 +24,11 @@ def effect_from_sd_increase(increase: float) -> float:
 
 
 def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
-    """Returns the probability that a one-way analysis of variance with groups of n detects a Cohen's f of `effect`."""
+    """Returns the power of a one-way analysis of variance with `n` runs per level, for a Cohen's f of `effect`.
+
+    With such a difference, F has the noncentral distribution with noncentrality f² times the number of runs (Cohen,
+    Statistical Power Analysis for the Behavioral Sciences, chapter 8).
+    """
     if n < 2 or levels < 2:
         raise ValueError(f"power needs at least 2 levels of 2 runs, not {levels} of {n}")
     df, df_error = levels - 1, levels * (n - 1)
@@ -32,6 +41,7 @@ def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 
     """Returns the smallest number of runs per level with a power of at least `wanted`."""
     if not 0 < wanted < 1 or not 0 < alpha < 1:
         raise ValueError("alpha and power must be between 0 and 1")
+    # Doubles until the power is enough, then bisects: power grows with the number of runs.
     low, high = 2, 2
     while power(high, levels, effect, alpha) < wanted:
         low, high = high + 1, high * 2

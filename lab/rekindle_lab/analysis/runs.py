@@ -1,8 +1,16 @@
-"""Reads the runs of an experiment: `runs.jsonl`, one line per run (docs/experiment-format.md).
+"""Reads and checks the runs of an experiment: `runs.jsonl`, one line per run (docs/experiment-format.md).
 
-A file with problems is rejected, with all problems at the same time, each with its row (line of the file, from 1) and
-column. Two kinds of problems can be allowed, and are then noted: missing runs, and runs of several versions. Failed
-runs are counted.
+    {"format": 1, "experiment": "wake", "order": "sha256:...", "run": 3, "of": 32, "block": 1, "attempt": 1,
+     "treatment": {"technique": "cold"}, "outcome": "done", "responses": {"downtime_s": 31.2},
+     "versions": {"rekindle": "0.1.0"}, ...}
+
+A treatment is one level of each factor; responses are the measured numbers. `order` is the digest of the order of the
+runs, which was drawn and written to `order.json` before the first run; `of` is the number of runs in it.
+
+`load` reads the file with the order next to it (`Order`), and returns `Runs`. `_Checker` has the checks: a file with
+problems is rejected, with all problems at the same time, each with its row (line of the file, from 1) and column. Two
+kinds of problems can be allowed, and are then noted: missing runs, and runs of several versions. Failed runs are
+counted.
 """
 
 import gzip
@@ -70,7 +78,9 @@ class Run:
     """One successful run with its responses."""
 
     row: int
+    """Line of the file."""
     run: int
+    """Number of the run in the order."""
     block: int
     level: str
     """Level of the analysed factor; without one, the levels of all factors: `a=1, b=2`."""
@@ -84,7 +94,9 @@ class Runs:
     path: Path
     experiment: str
     factor: str
+    """Name of the analysed factor, or of all factors."""
     planned: int
+    """Number of planned runs."""
     done: list[Run]
     failed: list[dict[str, Any]]
     """Lines of failed runs, unchanged."""
@@ -114,11 +126,13 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Order:
-    """The committed order of an experiment: its levels, and the number of runs."""
+    """The order of an experiment, as far as its runs are checked against it."""
 
     digest: str
     factors: dict[str, list[str]]
+    """Names of the levels, by factor."""
     responses: list[str]
+    """Names of the responses."""
     planned: dict[int, PlannedRun]
     """The planned runs by their numbers."""
     question: str = ""
@@ -134,11 +148,11 @@ class Order:
         try:
             document = json.loads(path.read_text())
             return cls(
-                document["digest"],
-                {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
-                [response["name"] for response in document["responses"]],
-                {run["run"]: PlannedRun(_as_texts(run["treatment"]), run["block"]) for run in document["runs"]},
-                document.get("question", ""),
+                digest=document["digest"],
+                factors={factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
+                responses=[response["name"] for response in document["responses"]],
+                planned={run["run"]: PlannedRun(_as_texts(run["treatment"]), run["block"]) for run in document["runs"]},
+                question=document.get("question", ""),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not the order of an experiment: {error!r}") from error
@@ -249,15 +263,15 @@ class _Checker:
         self._check_same_experiment(lines)
         levels = {line.row: self._check_treatment(line) for line in lines}
         self._check_versions(lines)
-        done = self._done_by_run(lines)
+        done = self._successful_lines_by_run(lines)
         response_names = self._response_names(done)
         runs = [
             Run(
-                line.row,
-                number,
-                line.entries["block"],
-                levels[line.row],
-                self._check_responses(line, response_names),
+                row=line.row,
+                run=number,
+                block=line.entries["block"],
+                level=levels[line.row],
+                responses=self._check_responses(line, response_names),
             )
             for number, line in done.items()
         ]
@@ -329,7 +343,7 @@ class _Checker:
                 if version != usual:
                     self.report(row, f"versions.{name}", f"{version!r}, most runs have {usual!r}", "versions")
 
-    def _done_by_run(self, lines: list[_Line]) -> dict[int, _Line]:
+    def _successful_lines_by_run(self, lines: list[_Line]) -> dict[int, _Line]:
         """Returns the successful attempt of each run, by the run's number."""
         done: dict[int, _Line] = {}
         for line in lines:

@@ -1,6 +1,9 @@
-"""Tables laid out as the paper's 3 to 11: rows as dictionaries.
+"""Tables of a judgement, laid out as tables 3 to 11 of the paper (Towards Fast OS Rejuvenation).
 
-`for_people` formats the cells for the terminal, Markdown and HTML; `for_machines` keeps numbers with all digits.
+A table is a list of rows; a row maps the heading of each column to its cell: a text, a number, a `PValue` or a
+`Spread`. `of_response` makes all tables of a response, `summary` and `verdicts_table` those of all responses together.
+Then `for_people` formats the cells for the terminal, Markdown and HTML, or `for_machines` keeps numbers with all
+digits.
 """
 
 import math
@@ -30,11 +33,11 @@ def heading(name: str) -> str:
     words, _, unit = name.rpartition("_")
     if words.endswith("_per"):
         return f"{words[:-4]} (1/{unit})".replace("_", " ")
-    return f"{words} ({UNITS[unit]})".replace("_", " ") if words and unit in UNITS else name.replace("_", " ")
+    return (f"{words} ({UNITS[unit]})" if words and unit in UNITS else name).replace("_", " ")
 
 
 def p_text(p: float) -> str:
-    """Formats a p-value as in the paper."""
+    """Formats a p-value as in the paper: `0.0123`, or `1.2345E-06` below 0.0001."""
     if math.isnan(p):
         return ""
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
@@ -85,11 +88,14 @@ def summary(verdicts: list[Verdict]) -> Rows:
         response = verdict.response
         label = heading(response.name)
         groups = response.groups
-        average: dict[str, Any] = {"response": f"Avg. {label}", **{level: g.mean for level, g in groups.items()}}
+        average: dict[str, Any] = {
+            "response": f"Avg. {label}",
+            **{level: group.mean for level, group in groups.items()},
+        }
         if len(groups) == 2:
             first, second = groups.values()
             average["Diff."] = first.mean - second.mean
-        rows += [average, {"response": f"Std. Dev. {label}", **{level: g.sd for level, g in groups.items()}}]
+        rows += [average, {"response": f"Std. Dev. {label}", **{level: group.sd for level, group in groups.items()}}]
     return rows
 
 
@@ -134,13 +140,15 @@ def anova(response: ResponseResult, factor: str, alpha: float) -> Rows:
 
 def means(response: ResponseResult) -> Rows:
     """Lays out "Means for one-way ANOVA" of tables 3, 5 and 11. The interval uses the error of all levels."""
-    if response.anova is None:
-        return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
-    intervals = pooled_intervals(list(response.groups.values()), response.anova.error)
-    return [
-        {"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd, "95%CI-": low, "95%CI+": high}
-        for (level, g), (low, high) in zip(response.groups.items(), intervals, strict=True)
+    rows: Rows = [
+        {"Level": level, "n": group.n, "Avg": group.mean, "Std Dev": group.sd}
+        for level, group in response.groups.items()
     ]
+    if response.anova is not None:
+        intervals = pooled_intervals(list(response.groups.values()), response.anova.error)
+        for row, interval in zip(rows, intervals, strict=True):
+            row |= {"95%CI-": interval.low, "95%CI+": interval.high}
+    return rows
 
 
 def welch(response: ResponseResult, alpha: float) -> Rows:
