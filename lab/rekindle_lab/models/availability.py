@@ -1,4 +1,10 @@
-"""Availability by RootHammer's equations 1 and 2, and by those for saved, migrated and live-migrated VMs (5.5, 6.2)."""
+"""Availability by RootHammer's equations 1 and 2, and by those for saved, migrated and live-migrated VMs (5.5, 6.2).
+
+All of them are one formula. In one interval of the VMM (T_vmm), a VM is down for D(n), the renewal of the VMM, and for
+D_os in each of N reboots of its OS:
+
+    A = 1 - (D(n) + N D_os) / T_vmm,   N = (T_vmm - D(n)) / T_os, rounded down for a coupled technique
+"""
 
 import math
 

@@ -1,4 +1,8 @@
-"""The command `rekindle-lab model`: availability, throughput and crossings of techniques, as tables or figures."""
+"""The command `rekindle-lab model`: availability, throughput and crossings of techniques, as tables or figures.
+
+A technique is a way to renew the VMM; at a crossing, one overtakes another. `command` reads the parameters
+(`load_parameters`), computes the rows of the tables (`results`), and prints them as JSON or as text.
+"""
 
 import json
 from itertools import combinations
@@ -66,6 +70,7 @@ def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
     """
     vmm_s, os_s = parameters.timers.vmm_interval_s, parameters.timers.os_interval_s
     rows = []
+    # A 28th of the VMM's interval is a day in the paper, whose interval is 28 days.
     for name, other in combinations(parameters.techniques, 2):
         crossings_by_quantity = {
             "hosts": crossing.in_hosts(parameters, name, other),
@@ -75,8 +80,8 @@ def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
         for quantity, crossings in crossings_by_quantity.items():
             unit = DAY_S if quantity.endswith("_d") else 1.0
             rows += [
-                {"of": name, "and": other, "in": quantity, "at": found.at / unit, "jump": found.jump}
-                for found in crossings
+                {"of": name, "and": other, "in": quantity, "at": point.at / unit, "jump": point.jump}
+                for point in crossings
             ]
     return rows
 
@@ -112,15 +117,15 @@ def write_figures(own: Parameters | None, out: Path) -> list[Path]:
         (10, figures.figure_10, PAPER["jboss"], "availability"),
         (16, figures.figure_16, PAPER["cluster"], "performance index"),
     ):
-        panels = {"paper": (paper.source, curves(paper))}
+        panels = {"paper": figures.Panel(paper.source, curves(paper))}
         if own is not None:
-            panels["own"] = (own.source, curves(own))
+            panels["own"] = figures.Panel(own.source, curves(own))
         path = out / f"figure-{number}.png"
         figures.draw(list(panels.values()), path, label)
         written.append(path)
-        for whose, (_, frame) in panels.items():
+        for whose, panel in panels.items():
             csv = out / f"figure-{number}-{whose}.csv"
-            frame.to_csv(csv, index=False)
+            panel.curves.to_csv(csv, index=False)
             written.append(csv)
     return written
 
@@ -181,25 +186,27 @@ def command(
                 timers.os_interval_s if os_interval_d is None else os_interval_d * DAY_S,
             )
         )
-        document: dict[str, Any] = {
-            "source": given.source,
-            "vmm_interval_s": given.timers.vmm_interval_s,
-            "os_interval_s": given.timers.os_interval_s,
-            "os_downtime_s": given.os.downtime_s,
-            "notes": list(given.notes),
-            "techniques": technique_rows(given, hosts),
-            "crossings": crossings_table(given),
-        }
+        document = results(given, hosts)
         if simulation:
             document["simulated"] = compare_with_simulation(given, seed)
         if figures_to is not None:
             document["figures"] = [str(path) for path in write_figures(None if paper else given, figures_to)]
     except (ParameterError, OSError) as error:
         raise fail("model", error) from error
-    if as_json:
-        print(json.dumps(document))
-        return
-    print(text(document))
+    print(json.dumps(document) if as_json else text(document))
+
+
+def results(parameters: Parameters, hosts: int) -> dict[str, Any]:
+    """Returns the models' results for a cluster of `hosts`, as the command prints them with --json."""
+    return {
+        "source": parameters.source,
+        "vmm_interval_s": parameters.timers.vmm_interval_s,
+        "os_interval_s": parameters.timers.os_interval_s,
+        "os_downtime_s": parameters.os.downtime_s,
+        "notes": list(parameters.notes),
+        "techniques": technique_rows(parameters, hosts),
+        "crossings": crossings_table(parameters),
+    }
 
 
 def text(document: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ floor in the equations), so its availability jumps where that number changes: th
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,26 +44,38 @@ def crossings(
     """
     if not 0 < low < high:
         raise ValueError(f"crossings need 0 < low < high, not {low:g} and {high:g}")
-    edges = sorted({low, high, *(b for b in breaks if low < b < high)})
-    found: list[Crossing] = []
-    sign_before = 0.0
+    edges = sorted({low, high, *(edge for edge in breaks if low < edge < high)})
+    all_crossings: list[Crossing] = []
+    sign_before = 0.0  # the last sign of the previous piece; 0: none yet
     for left, right in pairwise(edges):
-        # A floor belongs to one side of its break, so the difference is evaluated just inside the ends of a piece.
-        begin, end = math.nextafter(left, math.inf) * (1 + INSIDE), math.nextafter(right, 0.0) * (1 - INSIDE)
-        points = np.geomspace(begin, end, POINTS_PER_PIECE)
-        points[0], points[-1] = begin, end
-        values = [difference(float(point)) for point in points]
+        points = _points_inside(left, right)
+        values = [difference(point) for point in points]
         signs = [math.copysign(1, value) for value in values if value != 0]
         if sign_before and signs and signs[0] != sign_before:
-            found.append(Crossing(left, jump=True))
-        for (point, value), (next_point, next_value) in pairwise(zip(points, values, strict=True)):
-            if value * next_value < 0:
-                root = brentq(difference, point, next_point, xtol=1e-9 * next_point, rtol=1e-14)
-                found.append(Crossing(float(root)))
-            elif next_value == 0 and value != 0:
-                found.append(Crossing(float(next_point)))
+            all_crossings.append(Crossing(left, jump=True))
+        all_crossings += _crossings_of_piece(difference, points, values)
         sign_before = signs[-1] if signs else sign_before
-    return found
+    return all_crossings
+
+
+def _points_inside(left: float, right: float) -> list[float]:
+    """Divides a piece between two breaks, which it omits: a floor belongs to only one side of its break."""
+    begin, end = math.nextafter(left, math.inf) * (1 + INSIDE), math.nextafter(right, 0.0) * (1 - INSIDE)
+    return [begin, *np.geomspace(begin, end, POINTS_PER_PIECE)[1:-1].tolist(), end]
+
+
+def _crossings_of_piece(
+    difference: Callable[[float], float], points: Sequence[float], values: Sequence[float]
+) -> list[Crossing]:
+    """Returns the crossings in a piece without breaks; `values` are those of `difference` at `points`."""
+    in_piece = []
+    for (point, value), (next_point, next_value) in pairwise(zip(points, values, strict=True)):
+        if value * next_value < 0:
+            root = brentq(difference, point, next_point, xtol=1e-9 * next_point, rtol=1e-14)
+            in_piece.append(Crossing(float(root)))
+        elif next_value == 0 and value != 0:
+            in_piece.append(Crossing(next_point))
+    return in_piece
 
 
 def in_hosts(parameters: Parameters, name: str, other_name: str, high: float = 1e7) -> list[Crossing]:
@@ -101,7 +113,10 @@ def in_vmm_interval(parameters: Parameters, name: str, other_name: str, low_s: f
 
 
 def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
-    """Returns the VMM's intervals up to `high_s` at which the floor of a coupled technique steps, in order."""
+    """Returns the VMM's intervals up to `high_s` at which the floor of a coupled technique steps, in order.
+
+    The floor is that of (T_vmm - D) / T_os, so it steps at T_vmm = D + k T_os.
+    """
     if not technique.coupled:
         return []
     edges = (technique.vmm_downtime_s + count * os_s for count in range(1, math.ceil(high_s / os_s) + 1))
@@ -109,11 +124,11 @@ def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
 
 
 def os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
-    """Returns the OS's intervals from `low_s` on at which the floor of a coupled technique steps."""
+    """Returns the OS's intervals from `low_s` on at which that floor steps, at T_os = (T_vmm - D) / k."""
     if not technique.coupled:
         return []
-    room_s = vmm_s - technique.vmm_downtime_s
-    return [room_s / count for count in range(1, math.floor(room_s / low_s) + 1)]
+    up_s = vmm_s - technique.vmm_downtime_s
+    return [up_s / count for count in range(1, math.floor(up_s / low_s) + 1)]
 
 
 def _difference(parameters: Parameters, technique: Technique, other: Technique, timers: Timers) -> float:

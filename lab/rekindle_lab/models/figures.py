@@ -1,7 +1,12 @@
-"""Computes and draws figures 9, 10 and 16 of RootHammer, with the paper's parameters or with measured ones."""
+"""Computes and draws figures 9, 10 and 16 of RootHammer, with the paper's parameters or with measured ones.
+
+`figure_9`, `figure_10` and `figure_16` compute the curves: a table with the quantity of the x axis in its first column
+and a column for each technique. `draw` draws one or several of them as panels of one picture.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -37,6 +42,7 @@ def figure_10(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
 def _curves(
     parameters: Parameters, column: str, days: Sequence[float], timers: Callable[[float], Timers]
 ) -> pd.DataFrame:
+    """Computes the availability of each technique for each of `days`; `timers` returns the timers of a day."""
     table = {column: list(days)}
     for name, technique in parameters.techniques.items():
         table[f"{name}_availability"] = [availability(technique, parameters.os, timers(day)) for day in days]
@@ -58,26 +64,33 @@ def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> None:
-    """Draws a panel for each `(title, curves)`, side by side. The y axis is the difference to 1, logarithmic."""
+class Panel(NamedTuple):
+    """A panel of a picture: its title, and the table of its curves."""
+
+    title: str
+    curves: pd.DataFrame
+
+
+def draw(panels: Sequence[Panel], path: Path, label: str) -> None:
+    """Draws the panels side by side. The y axis, called `label`, is the difference to 1, logarithmic."""
     style.apply()
     figure, all_axes = plt.subplots(
-        1, len(curves), figsize=(6.2 * len(curves), 4.2), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(6.2 * len(panels), 4.2), squeeze=False, layout="constrained"
     )
-    for axes, (title, table) in zip(all_axes[0], curves, strict=True):
-        x = table.columns[0]
-        for column in table.columns[1:]:
-            name = column.rsplit("_", 1)[0]
-            difference_to_1 = 1 - table[column].where(table[column] < 1)
-            axes.plot(
-                table[x], difference_to_1, label=name, color=COLOURS.get(name, style.FALLBACK), ls=LINES.get(name, "-")
-            )
-        _scale_towards_1(axes, 1 - table[table.columns[1:]].to_numpy())
+    for axes, panel in zip(all_axes[0], panels, strict=True):
+        curves = panel.curves
+        x, *y_columns = curves.columns
+        for column in y_columns:
+            technique = column.rsplit("_", 1)[0]
+            difference_to_1 = 1 - curves[column].where(curves[column] < 1)
+            colour, line = COLOURS.get(technique, style.FALLBACK), LINES.get(technique, "-")
+            axes.plot(curves[x], difference_to_1, label=technique, color=colour, ls=line)
+        _scale_towards_1(axes, 1 - curves[y_columns].to_numpy())
         if x == "hosts":
             axes.set_xscale("log")
         axes.set_xlabel(x.replace("_d", " (days)").replace("_", " "))
         axes.set_ylabel(label)
-        axes.set_title(title)
+        axes.set_title(panel.title)
         axes.legend(loc="lower right", fontsize=8)
     style.save(figure, path)
 
@@ -86,7 +99,7 @@ def _scale_towards_1(axes: Axes, differences_to_1: np.ndarray) -> None:
     """Scales the axis so that 0.9, 0.99, 0.999, ... have equal distances, with 1 far above them."""
     axes.set_yscale("log")
     positive = differences_to_1[differences_to_1 > 0]
-    low, high = 1e-6, 1e-3
+    low, high = 1e-6, 1e-3  # without curves
     if positive.size:
         low, high = float(positive.min()) / 1.5, min(1.0, float(positive.max()) * 1.5)
     axes.set_ylim(high, low)

@@ -1,14 +1,35 @@
-"""Reads techniques that move guests to another host from the JSON of `make bench TOPIC=move`: D_m, M_l and gamma."""
+"""Reads techniques that move guests to another host from the JSON of `make bench TOPIC=move`.
+
+A host can be renewed without downtime of its guests if they move to an empty host first. For the models, a way to move
+is a technique (`read_moves`), with RootHammer's D_m (downtime of a guest that moves non-live), M_l (duration of a live
+migration) and gamma (share of throughput that is lost meanwhile). `MoveRow` has the columns that are read.
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
-from rekindle_lab.models.parameters import ParameterError, Parameters, Technique
+from rekindle_lab.models.parameters import ParameterError, Parameters, Technique, non_live
 
 TABLE = "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)"
 """Title of the table of `make bench TOPIC=move` that is read."""
+
+
+MoveRow = TypedDict(
+    "MoveRow",
+    {
+        "guest": str,  # size of the guest, such as "512M"
+        "load": str,  # what runs in it, such as "dirty 20"
+        "how": str,  # the way to move: "non-live", "live", "move", ...
+        "stopped ms": float,  # guest-stopped time
+        "paused before ms": float | None,  # earlier pauses of the guest, all together
+        "whole s": float,  # duration of the move
+        "degraded": float | None,  # share of throughput lost during the move, to 1; None if it was not measured
+        "not converged": int,  # moves that never ended, since the guest wrote faster than they copied
+    },
+)
+"""A row of that table: medians of one way to move one guest under one load."""
 
 
 class MeasuredMoves(NamedTuple):
@@ -28,7 +49,7 @@ def read_moves(path: Path, guest: str, load: str, vms: int) -> MeasuredMoves:
     if vms < 1:
         raise ParameterError(f"{vms} guests cannot move; give 1 or more")
     try:
-        rows = json.loads(path.read_text())["tables"][TABLE]
+        rows: list[MoveRow] = json.loads(path.read_text())["tables"][TABLE]
         measured_cases = list(dict.fromkeys((row["guest"], row["load"]) for row in rows))
         selected = [row for row in rows if (row["guest"], row["load"]) == (guest, load)]
         not_converged = [row["how"] for row in selected if row["not converged"]]
@@ -50,14 +71,16 @@ def read_moves(path: Path, guest: str, load: str, vms: int) -> MeasuredMoves:
     return MeasuredMoves({technique.name: technique for technique in techniques}, tuple(notes))
 
 
-def _technique(row: dict[str, float], vms: int) -> Technique:
+def _technique(row: MoveRow, vms: int) -> Technique:
     stopped_s = (row["stopped ms"] + (row["paused before ms"] or 0.0)) / 1e3
     how = str(row["how"])
     if how == "non-live":
-        return Technique("migration", stopped_s, 0.0, (vms - 1) * stopped_s, spare_hosts=1)
+        return non_live(vm_downtime_s=stopped_s, vms=vms, degraded_rate=0.0)
     # If the guest was served faster than before, by chance, there was no degradation.
     degraded_rate = min(1.0, max(0.0, row["degraded"] or 0.0))
-    return Technique(how, stopped_s, degraded_rate, vms * row["whole s"], spare_hosts=1)
+    return Technique(
+        how, vmm_downtime_s=stopped_s, degraded_rate=degraded_rate, degraded_s=vms * row["whole s"], spare_hosts=1
+    )
 
 
 def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:

@@ -1,11 +1,20 @@
-"""The input of the models: measured downtimes and degradations, and the two timers. Every name ends in its unit."""
+"""The input of RootHammer's models (`Parameters`): measured downtimes and degradations, and the two timers.
+
+Rejuvenation restarts software on a timer, before it fails of what it has accumulated: the VMM of a host every
+`Timers.vmm_interval_s`, the OS of each guest every `Timers.os_interval_s`. A technique is one way to renew the VMM.
+Around a renewal the guests are down for a time and then slower (degraded). Letters such as D(n) are the paper's;
+lab/README.md has the table of them. Every name ends in its unit.
+
+Sources: `ROOTHAMMER_JBOSS` and `ROOTHAMMER_CLUSTER` (the paper's figures), `by_hand` (a TOML file), `measured` (the
+JSON of `make bench TOPIC=vmm`).
+"""
 
 import json
 import math
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DAY_S = 86_400.0
 
@@ -15,6 +24,7 @@ class ParameterError(ValueError):
 
 
 def _check(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raises `ParameterError` unless `value` is a number from `low` to `high`; above `low` with `open_low`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(f"{name}: {value!r} is not a finite number")
     if value < low or value > high or (open_low and value == low):
@@ -24,7 +34,7 @@ def _check(name: str, value: float, low: float, high: float = math.inf, *, open_
 
 @dataclass(frozen=True)
 class Timers:
-    """Time-based rejuvenation: the VMM every `vmm_interval_s`, each guest's OS every `os_interval_s`."""
+    """The intervals of rejuvenation: T_vmm and T_os of the paper, with its values as defaults."""
 
     vmm_interval_s: float = 28 * DAY_S
     os_interval_s: float = 7 * DAY_S
@@ -53,8 +63,7 @@ class OsReboot:
 class Technique:
     """One way to renew the VMM under n guests.
 
-    The paper's techniques differ in two switches only: with `coupled`, guests are rebooted with the VMM, so that the
-    timer of the OS restarts (cold); with a `spare_hosts` of 1, a host stands empty for guests to move to.
+    The paper's techniques differ in their durations and two switches: `coupled` (cold) and `spare_hosts` (migration).
     """
 
     name: str
@@ -65,7 +74,9 @@ class Technique:
     degraded_s: float = 0.0
     """R_vmm, R'_vmm, (n - 1) D_m or M_l: duration of that loss."""
     coupled: bool = False
+    """Whether the guests are rebooted with the VMM, so that their OS timers restart."""
     spare_hosts: int = 0
+    """Number of hosts that stand empty for guests to move to."""
 
     def __post_init__(self) -> None:
         _check(f"technique.{self.name}.vmm_downtime_s", self.vmm_downtime_s, 0)
@@ -108,34 +119,35 @@ class Parameters:
 
 def non_live(vm_downtime_s: float, vms: int, degraded_rate: float) -> Technique:
     """Returns non-live migration: guests move one by one, each disturbed while the other n - 1 move (section 6.2.1)."""
-    return Technique("migration", vm_downtime_s, degraded_rate, (vms - 1) * vm_downtime_s, spare_hosts=1)
+    others_move_s = (vms - 1) * vm_downtime_s
+    return Technique("migration", vm_downtime_s, degraded_rate=degraded_rate, degraded_s=others_move_s, spare_hosts=1)
 
 
 def live(migration_s: float, degraded_rate: float, name: str = "live") -> Technique:
     """Returns live migration: no downtime, but degraded for its whole duration (section 6.2.2)."""
-    return Technique(name, 0.0, degraded_rate, migration_s, spare_hosts=1)
+    return Technique(name, 0.0, degraded_rate=degraded_rate, degraded_s=migration_s, spare_hosts=1)
 
 
 ROOTHAMMER_JBOSS = Parameters(
     "RootHammer 5.5 (JBoss, 11 VMs)",
-    OsReboot(34),
+    OsReboot(downtime_s=34),
     {
-        "warm": Technique("warm", 43),
-        "saved": Technique("saved", 434),
-        "cold": Technique("cold", 243, coupled=True),
+        "warm": Technique("warm", vmm_downtime_s=43),
+        "saved": Technique("saved", vmm_downtime_s=434),
+        "cold": Technique("cold", vmm_downtime_s=243, coupled=True),
     },
 )
 """Parameters of section 5.5, for figures 9 and 10."""
 
 ROOTHAMMER_CLUSTER = Parameters(
     "RootHammer 6.1 and 6.2 (Apache, 11 VMs)",
-    OsReboot(41, 0.35, 410),
+    OsReboot(downtime_s=41, degraded_rate=0.35, degraded_s=410),
     {
-        "warm": Technique("warm", 59, 0.61, 25),
-        "cold": Technique("cold", 219, 0.72, 397, coupled=True),
-        "migration": non_live(15, 11, 0.60),
-        "live": live(181, 0.57),
-        "live-adaptive": live(950, 0.23, "live-adaptive"),
+        "warm": Technique("warm", vmm_downtime_s=59, degraded_rate=0.61, degraded_s=25),
+        "cold": Technique("cold", vmm_downtime_s=219, degraded_rate=0.72, degraded_s=397, coupled=True),
+        "migration": non_live(vm_downtime_s=15, vms=11, degraded_rate=0.60),
+        "live": live(migration_s=181, degraded_rate=0.57),
+        "live-adaptive": live(migration_s=950, degraded_rate=0.23, name="live-adaptive"),
     },
 )
 """Parameters of sections 6.1.3 and 6.2.3, for figure 16."""
@@ -165,6 +177,7 @@ def by_hand(path: Path) -> Parameters:
 
 
 def _build(kind: type, where: str, table: object, **given: str) -> Any:  # noqa: ANN401
+    """Builds the dataclass `kind` from a table of the file, called `where` in errors; `given` are fields not in it."""
     if not isinstance(table, dict):
         raise ParameterError(f"no table [{where}]")
     allowed = [entry.name for entry in fields(kind) if entry.name not in given]
@@ -180,6 +193,15 @@ def _build(kind: type, where: str, table: object, **given: str) -> Any:  # noqa:
 GAPS_TABLE = "Guest-stopped time and service gap"
 """Title of the table of `make bench TOPIC=vmm` with the downtimes."""
 COUPLED = ("cold",)
+"""The techniques of that table that reboot the guests with the VMM."""
+
+
+class _GapRow(NamedTuple):
+    """A row of that table: the downtime that a client of these guests saw, in ms; `None` if it was not measured."""
+
+    guests: str
+    technique: str
+    gap_ms: float | None
 
 
 def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_s: float | None = None) -> Parameters:
@@ -190,15 +212,16 @@ def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_
     """
     try:
         document = json.loads(path.read_text())
-        rows = [(row["guests"], row["how"], row["gap ms"]) for row in document["tables"][GAPS_TABLE]]
+        rows = [_GapRow(row["guests"], row["how"], row["gap ms"]) for row in document["tables"][GAPS_TABLE]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParameterError(f"{path}: not the JSON of `make bench TOPIC=vmm`: {error!r}") from error
 
     def gaps_s(wanted: str) -> dict[str, float]:
         """Returns the service gaps of these guests, by technique."""
-        by_technique = {how: gap_ms / 1e3 for name, how, gap_ms in rows if name == wanted and gap_ms is not None}
+        of_guests = [row for row in rows if row.guests == wanted]
+        by_technique = {row.technique: row.gap_ms / 1e3 for row in of_guests if row.gap_ms is not None}
         if not by_technique:
-            known = ", ".join(dict.fromkeys(name for name, _, _ in rows))
+            known = ", ".join(dict.fromkeys(row.guests for row in rows))
             raise ParameterError(f"{path}: no guests '{wanted}'; there are: {known}")
         return by_technique
 
@@ -214,5 +237,5 @@ def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_
             raise ParameterError(f"{path}: no row 'cold' for guests '{os_guests}'")
         os_downtime_s = os_gaps_s["cold"]
         notes.append(f"an OS reboot takes as long as a cold reboot of {os_guests}: {os_downtime_s:.3g} s")
-    techniques = {how: Technique(how, gap_s, coupled=how in COUPLED) for how, gap_s in gaps_s(guests).items()}
+    techniques = {name: Technique(name, gap_s, coupled=name in COUPLED) for name, gap_s in gaps_s(guests).items()}
     return Parameters(f"{path.name}, {guests}", OsReboot(os_downtime_s), techniques, notes=tuple(notes))

@@ -1,9 +1,16 @@
-"""Simulates the rejuvenation timers of figures 2 and 3, to check the closed forms and the assumptions behind them.
+"""Simulates the rejuvenation timers of RootHammer's figures 2 and 3, to check the closed forms and their assumptions.
 
-A VM has two timers. While the VMM is renewed, the VM is down and its OS timer stands still (`Rules.os_timer_stops`);
-an OS reboot under way is then delayed, not lost. A coupled technique reboots the guests with the VMM: the OS timer
-restarts (`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded
-time passes only while the VM is up.
+A VM has two timers, each of which starts an outage:
+
+    VMM timer ──> VMM_DUE: start_renewal ──(D(n))──> VMM_DONE: end_renewal ──> degraded for a time, timer restarts
+    OS timer  ──> OS_DUE:  start_reboot  ──(D_os)──> OS_DONE:  end_reboot  ──> degraded for a time, timer restarts
+
+While the VMM is renewed, the VM is down and its OS timer stands still (`Rules.os_timer_stops`); an OS reboot under way
+is then delayed, not lost. A coupled technique reboots the guests with the VMM: the OS timer restarts
+(`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded time passes only
+while the VM is up.
+
+Entry point: `simulate`. `_Vm` has the state of one VM and a method for each event; time jumps from event to event.
 """
 
 import heapq
@@ -92,10 +99,13 @@ class _Vm:
     timers: Timers
     rules: Rules
     variation: float
+    """Standard deviation of every duration over its mean."""
     generator: np.random.Generator
     now: float = 0.0
     down: float = 0.0
+    """Time down so far."""
     lost: float = 0.0
+    """Throughput lost so far while the VM was up: degraded time, each multiplied with the share that was lost."""
     renewing: bool = False
     """Whether the VMM is being renewed."""
     rebooting: bool = False
@@ -118,10 +128,12 @@ class _Vm:
         """Returns a random duration with this mean, and with a standard deviation of `variation` times the mean."""
         if mean == 0 or self.variation == 0:
             return mean
+        # The gamma distribution has no negative durations; its mean over its deviation is the root of its shape.
         shape = 1 / self.variation**2
         return float(self.generator.gamma(shape, mean / shape))
 
     def push(self, due_s: float, event: _Event) -> None:
+        """Queues an event; an event of the OS replaces the one that was queued before."""
         self.last_ticket += 1
         queued = _Queued(due_s, self.last_ticket, event)
         heapq.heappush(self.queue, queued)
@@ -162,6 +174,7 @@ class _Vm:
         steps[queued.event]()
 
     def start_renewal(self) -> None:
+        """Takes the VM down for the renewal of its VMM. A coupled renewal waits until the OS is not rebooting."""
         os_idle_at = self.now + self.os_busy_s()
         if self.technique.coupled and os_idle_at > self.now:  # the rest may be shorter than the clock's resolution
             self.push(os_idle_at, _Event.VMM_DUE)
@@ -180,6 +193,7 @@ class _Vm:
         return wait
 
     def end_renewal(self) -> None:
+        """Ends the renewal: the VM is up, degraded at first; the VMM timer restarts, the OS timer too or continues."""
         self.renewing = False
         self.reboot_began += self.now - self.renewal_began  # matters only to a reboot that was delayed
         self.degradations.append(_Degradation(self.technique.degraded_rate, self.technique.degraded_s))
@@ -192,6 +206,7 @@ class _Vm:
         self.push(max(self.renewal_scheduled, self.now), _Event.VMM_DUE)
 
     def start_reboot(self) -> None:
+        """Takes the VM down for the reboot of its OS."""
         if self.renewing:  # only if the timer does not stop: the guest is down, and is rebooted once it is up
             self.os_event = None
             self.delayed = _Delayed(0.0, _Event.OS_DUE)
@@ -201,6 +216,7 @@ class _Vm:
         self.push(self.now + self.draw_duration(self.os.downtime_s), _Event.OS_DONE)
 
     def end_reboot(self) -> None:
+        """Ends the reboot of the OS; the VM is up again, degraded at first, and the OS timer restarts."""
         # The interval starts with the reboot, as in N = T_vmm / T_os.
         self.rebooting = False
         self.degradations.append(_Degradation(self.os.degraded_rate, self.os.degraded_s))
@@ -208,6 +224,7 @@ class _Vm:
         self.push(self.now + max(0.0, self.timers.os_interval_s - took_s), _Event.OS_DUE)
 
     def run(self, until: float) -> None:
+        """Processes all events until that time."""
         while self.queue and self.queue[0].due_s <= until:
             self.advance(self.queue[0].due_s)
             self.step()
@@ -231,7 +248,7 @@ def simulate_vm(
     variation: float = 0.2,
     rules: Rules | None = None,
 ) -> _Shares:
-    """Simulates one VM over `intervals` VMM intervals, after two to settle."""
+    """Simulates one VM over `intervals` VMM intervals, after two more that are not counted: they may be unlike."""
     vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
     vm.start()
     settled_s = 2 * timers.vmm_interval_s
@@ -240,7 +257,7 @@ def simulate_vm(
     length_s = intervals * timers.vmm_interval_s
     vm.run(settled_s + length_s)
     share_of_time_up = 1 - (vm.down - down_before) / length_s
-    return _Shares(share_of_time_up, share_of_time_up - (vm.lost - lost_before) / length_s)
+    return _Shares(availability=share_of_time_up, performance=share_of_time_up - (vm.lost - lost_before) / length_s)
 
 
 def simulate(
@@ -255,7 +272,10 @@ def simulate(
     confidence: float = 0.99,
     rules: Rules | None = None,
 ) -> Simulated:
-    """Simulates independent VMs; `variation`: standard deviation of every duration over its mean."""
+    """Simulates independent VMs; returns the means over them, with intervals of this confidence.
+
+    `intervals`: number of VMM intervals of each VM; `variation`: standard deviation of every duration over its mean.
+    """
     generators = np.random.default_rng(seed).spawn(vms)
     results = [
         simulate_vm(technique, os, timers, generator, intervals=intervals, variation=variation, rules=rules)
@@ -269,8 +289,10 @@ def simulate(
 
 def estimate(values: Sequence[float], confidence: float) -> Estimate:
     """Returns the mean of the values with its interval by Student's t."""
-    mean, error = float(np.mean(values)), float(stats.sem(values))
-    half = error * float(stats.t.ppf((1 + confidence) / 2, len(values) - 1))
+    mean, standard_error = float(np.mean(values)), float(stats.sem(values))
+    half_width = standard_error * float(stats.t.ppf((1 + confidence) / 2, len(values) - 1))
+    if not math.isfinite(half_width):  # a single value
+        return Estimate(mean, low=0, high=1, n=1)
     # The precision of sums of a few million seconds is about this.
-    half = max(half, 1e-12)
-    return Estimate(mean, mean - half, mean + half, len(values)) if math.isfinite(half) else Estimate(mean, 0, 1, 1)
+    half_width = max(half_width, 1e-12)
+    return Estimate(mean, mean - half_width, mean + half_width, len(values))

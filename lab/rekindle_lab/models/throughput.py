@@ -1,4 +1,10 @@
-"""Throughput of a cluster by RootHammer's equations 3 to 6."""
+"""Throughput of a cluster by RootHammer's equations 3 to 6.
+
+A host that serves has, on average, the share A (availability) of its throughput, less what is lost while its VMs are up
+but degraded around renewals. Of m hosts, all serve, or m - 1 if one stands empty for guests to move to:
+
+    P = (A - (rate R + N rate_os R_os) / T_vmm) (m - spare hosts) p,   p: throughput of one host without renewals
+"""
 
 import math
 from collections.abc import Iterable
