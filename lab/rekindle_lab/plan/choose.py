@@ -1,4 +1,4 @@
-"""Chooses for each VM of a host how its VMM and its OS are rebooted, and states the limits of that choice.
+"""Chooses for each VM of a host the way to reboot its VMM and its OS, and states the limits of that choice.
 
 - Renewal: a planned reboot of the VMM or of the OS. It clears what software accumulates while it runs (leaks,
   fragmentation: aging). A technique is one way to do it; a pair is one technique for the VMM and one for the OS.
@@ -13,7 +13,7 @@ best. Shorter intervals are possible down to the limit at which the availability
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,17 +68,31 @@ class Pair:
 
 
 def pairs(
-    vmm: Iterable[Technique], os: Sequence[tuple[str, OsReboot]], longest: Timers, target: float | None
+    vmm: Iterable[Technique], os: Mapping[str, OsReboot], longest: Timers, target: float | None
 ) -> tuple[Pair, ...]:
-    """Returns a pair for each technique that meets the target, or for every technique if none does; the best first."""
+    """Returns a pair for each technique that meets the target, or for every technique if none does; the best first.
+
+    `vmm`: the techniques for the VMM; `os`: those for the OS, by name. `longest`: the longest intervals that aging
+    allows. `target`: the least availability; `None` if the plan has none.
+    """
     best_pairs = []
     for technique in vmm:
         # One OS technique per VMM technique is enough: the capacity depends on the VMM technique alone.
-        candidates = (Pair(technique, name, reboot, availability(technique, reboot, longest)) for name, reboot in os)
+        candidates = [
+            Pair(technique, name, reboot, availability(technique, reboot, longest)) for name, reboot in os.items()
+        ]
         best_pairs.append(max(candidates, key=lambda pair: pair.availability))
     best_pairs.sort(key=lambda pair: -pair.availability)
     meeting_target = tuple(pair for pair in best_pairs if target is None or pair.availability >= target)
     return meeting_target or tuple(best_pairs)
+
+
+AddVms = Callable[[float, float, int], float]
+"""`add_vms(away_s, vm_away_s, count)`: how long a host is away with `count` more VMs, if it is away for `away_s`
+without them, and each of them for `vm_away_s`."""
+KeepsCapacity = Callable[[float], bool]
+"""`keeps_capacity(away_s)`: whether the capacity is kept if each host is away for that long. If it is kept with one
+time, it is kept with every shorter time."""
 
 
 class VmKind(NamedTuple):
@@ -104,20 +118,11 @@ class _PartialChoice(NamedTuple):
     sum_of_availabilities: float = 0.0
 
 
-def choose_for_host(
-    kinds: Sequence[VmKind],
-    add_vms: Callable[[float, float, int], float],
-    keeps_capacity: Callable[[float], bool],
-) -> HostChoice:
+def choose_for_host(kinds: Sequence[VmKind], add_vms: AddVms, keeps_capacity: KeepsCapacity) -> HostChoice:
     """Chooses a pair for each kind of a host's VMs.
 
     The result keeps the capacity, and has the largest sum of availabilities among all combinations that do. If no
     combination keeps the capacity, each kind gets its best pair.
-
-    `add_vms(away_s, vm_away_s, count)` returns how long the host is away with `count` more VMs, if it is away for
-    `away_s` without them and each of them for `vm_away_s`.
-    `keeps_capacity(away_s)` returns whether the capacity is kept if each host is away for that long. If it is kept with
-    one time, it must be kept with every shorter time.
     """
     away_s = 0.0
     for kind in kinds:
@@ -128,11 +133,7 @@ def choose_for_host(
     return _best_within_capacity(kinds, add_vms, keeps_capacity) or best_of_each
 
 
-def _best_within_capacity(
-    kinds: Sequence[VmKind],
-    add_vms: Callable[[float, float, int], float],
-    keeps_capacity: Callable[[float], bool],
-) -> HostChoice | None:
+def _best_within_capacity(kinds: Sequence[VmKind], add_vms: AddVms, keeps_capacity: KeepsCapacity) -> HostChoice | None:
     """Returns the best choice that keeps the capacity; `None` if there is none.
 
     Extends partial choices by one kind of VM after the other. After each kind it drops those that cannot become the

@@ -1,4 +1,10 @@
-"""The command `rekindle-lab plan`: makes a plan of a fleet (`make`), prints it, and writes one host's timers."""
+"""The command `rekindle-lab plan`: makes a plan of a fleet (`make`), prints it, and writes one host's timers.
+
+A plan has, for each kind of VM, the techniques to renew (reboot) its VMM and its OS with their intervals (`Choice`),
+and the order in which the hosts are renewed (`Rolling`). `of_host` extracts the part of one host for its timers;
+`as_json` and `text` format the plan. A host is away while its VMs are unavailable or degraded by a renewal; the
+capacity is the share of hosts that are not away.
+"""
 
 import json
 import math
@@ -24,13 +30,20 @@ from rekindle_lab.toml import DefinitionError
 MAX_PRINTED_HOSTS = 10
 
 
+class VmsKey(NamedTuple):
+    """The names of hosts and of VMs on them, as in the plan's file."""
+
+    hosts: str
+    vms: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """A complete plan."""
 
     fleet: Fleet
-    choices: dict[tuple[str, str], Choice]
-    """Choices by the names of hosts and VMs in the file."""
+    choices: dict[VmsKey, Choice]
+    """The choice for each kind of VM."""
     rolling: Rolling
     crowded: tuple[str, ...]
     """Hosts for which no techniques keep the capacity, as text."""
@@ -41,9 +54,10 @@ class Plan:
     def problems(self) -> list[str]:
         """The parts of the target that cannot be reached."""
         missed = [
-            f"{hosts}/{vms}: availability {choice.availability:.6f}, the target is {self.fleet.availability:g}; "
+            f"{key.hosts}/{key.vms}: availability {choice.availability:.6f}, "
+            f"the target is {self.fleet.availability:g}; "
             f"with {choice.vmm} and {choice.os} it needs {self._needs(choice)}"
-            for (hosts, vms), choice in self.choices.items()
+            for key, choice in self.choices.items()
             if not choice.meets
         ]
         return [*missed, *self.crowded, *self.rolling.conflicts]
@@ -55,7 +69,7 @@ class Plan:
         if shorter_s is not None and self.fleet.availability is not None:
             shorter = availability(technique, reboot, Timers(shorter_s, choice.os_interval_s))
             if shorter >= self.fleet.availability:
-                days = math.floor(shorter_s / DAY_S * 1e4) / 1e4
+                days = math.floor(shorter_s / DAY_S * 1e4) / 1e4  # rounded down: a longer interval has the reboot again
                 return f"an interval of the VMM of {days:g} days: it contains one OS reboot less"
         return "longer intervals or shorter downtimes"
 
@@ -67,7 +81,7 @@ def make(fleet: Fleet) -> Plan:
     # A large fleet has many hosts with the same VMs: each combination is computed once.
     choose_for_host = cache(lambda allowed: _choose_for_host(fleet, allowed, longest, limits))
     describe_pair = cache(lambda pair: choose.describe(pair, longest, fleet.availability))
-    choices: dict[tuple[str, str], Choice] = {}
+    choices: dict[VmsKey, Choice] = {}
     crowded = []
     longest_away_s, spare_hosts, performance_of_vms = 0.0, 0, 0.0
     for hosts in fleet.hosts:
@@ -77,7 +91,7 @@ def make(fleet: Fleet) -> Plan:
             crowded.append(_capacity_problem(fleet, hosts, host_choice, limits))
         for vms, pair in zip(hosts.vms, host_choice.pairs, strict=True):
             choice = describe_pair(pair)
-            choices[hosts.name, vms.name] = choice
+            choices[VmsKey(hosts.name, vms.name)] = choice
             spare_hosts = max(spare_hosts, pair.technique.spare_hosts)
             performance_of_vms += hosts.count * vms.count * choice.performance
     number_of_vms = sum(hosts.count * vms.count for hosts in fleet.hosts for vms in hosts.vms)
@@ -101,15 +115,17 @@ class _Allowed(NamedTuple):
 def _choose_for_host(
     fleet: Fleet, allowed: tuple[_Allowed, ...], longest: Timers, limits: CapacityLimits
 ) -> HostChoice:
+    """Chooses the techniques of the VMs of a host."""
     kinds = []
     for vms in allowed:
         techniques = [fleet.vmm[name] for name in vms.vmm]
-        reboots = [(name, fleet.os[name]) for name in vms.os]
+        reboots = {name: fleet.os[name] for name in vms.os}
         kinds.append(VmKind(choose.pairs(techniques, reboots, longest, fleet.availability), vms.count))
     return choose.choose_for_host(kinds, partial(with_vms, fleet.scope), limits.keeps)
 
 
 def _capacity_problem(fleet: Fleet, hosts: Hosts, host_choice: HostChoice, limits: CapacityLimits) -> str:
+    """Describes hosts for which no techniques keep the capacity."""
     target = fleet.availability
     meets_target = target is not None and all(pair.availability >= target for pair in host_choice.pairs)
     condition = f" and meet availability {target:g}" if meets_target else ""
@@ -136,12 +152,12 @@ def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
 def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
     """Returns the VMs of the host at `place` in the order, with the phases of their OS reboots."""
     named = [(vms, name) for vms in hosts.vms for name in vms.names]
-    found = []
+    planned_vms = []
     for index, (vms, name) in enumerate(named):
-        choice = plan.choices[hosts.name, vms.name]
+        choice = plan.choices[VmsKey(hosts.name, vms.name)]
         share_of_interval = (place / plan.fleet.size + index) / len(named)
         phase = start_unix_s + round(share_of_interval * choice.os_interval_s)
-        found.append(
+        planned_vms.append(
             Vm(
                 name,
                 vmm=choice.vmm,
@@ -151,7 +167,7 @@ def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
                 os_phase_s=phase,
             )
         )
-    return found
+    return planned_vms
 
 
 def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
@@ -161,10 +177,7 @@ def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
         "target": {"availability": plan.fleet.availability, "capacity": plan.fleet.capacity},
         "reached": not plan.problems,
         "problems": plan.problems,
-        "vms": [
-            {"hosts": hosts, "vms": vms, **asdict(choice), "nines": choice.nines}
-            for (hosts, vms), choice in plan.choices.items()
-        ],
+        "vms": [{**key._asdict(), **asdict(choice), "nines": choice.nines} for key, choice in plan.choices.items()],
         "performance": plan.performance,
         "capacity": plan.rolling.capacity,
         "at_once": plan.rolling.concurrent,
@@ -176,20 +189,18 @@ def as_json(plan: Plan, start_unix_s: int) -> dict[str, Any]:
     }
 
 
-def text(plan: Plan, start: datetime) -> str:
-    """Formats the plan for the terminal."""
-
+def _choices_table(plan: Plan) -> str:
     def days(seconds: float | None) -> str:
         return "" if seconds is None else f"{seconds / DAY_S:.3g} d"
 
     rows = [
         {
-            "hosts": hosts,
-            "VMs": vms,
+            "hosts": key.hosts,
+            "VMs": key.vms,
             "VMM by": choice.vmm,
             "every": days(choice.vmm_interval_s),
             "OS by": choice.os,
-            "every ": days(choice.os_interval_s),
+            "every ": days(choice.os_interval_s),  # the space distinguishes it from the VMM's column
             "timers": "coupled" if choice.coupled else "independent",
             "availability": f"{choice.availability:.7f}",
             "nines": choice.nines,
@@ -197,8 +208,13 @@ def text(plan: Plan, start: datetime) -> str:
             "shortest VMM interval": days(choice.vmm_interval_min_s),
             "shortest OS interval": days(choice.os_interval_min_s),
         }
-        for (hosts, vms), choice in plan.choices.items()
+        for key, choice in plan.choices.items()
     ]
+    return table(rows, "Techniques and intervals")
+
+
+def text(plan: Plan, start: datetime) -> str:
+    """Formats the plan for the terminal."""
     rolling = plan.rolling
     first_hosts = [
         {"host": name, "first at": f"{start + timedelta(seconds=index * rolling.spacing_s):%Y-%m-%d %H:%M:%S} UTC"}
@@ -214,8 +230,7 @@ def text(plan: Plan, start: datetime) -> str:
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
     notes = "".join(f"\n  {note}" for note in plan.fleet.notes)
-    techniques = f"{table(rows, 'Techniques and intervals')}{notes}"
-    return f"{techniques}\n\n{cluster}\n\n{table(first_hosts, 'Order')}{more}{problems}"
+    return f"{_choices_table(plan)}{notes}\n\n{cluster}\n\n{table(first_hosts, 'Order')}{more}{problems}"
 
 
 def command(

@@ -1,7 +1,29 @@
-"""Reads a plan's TOML file: hosts and their VMs, measured downtimes, the target, and the longest intervals."""
+"""Reads a plan's TOML file (`load`): hosts and their VMs, measured downtimes, the target, and the longest intervals.
+
+    scope = "vmm"                  # what is renewed: each VM's VMM, or the "host" with all its VMs
+    vmm_interval_max_d = 28        # the longest intervals that aging allows, in days
+    os_interval_max_d = 7
+    [target]                       # optional, as its keys
+    availability = 0.9999          # of each VM, share of time
+    capacity = 0.9                 # share of hosts that serve undisturbed at every moment
+    [vmm.warm]                     # a technique to renew the VMM: keys are the fields of `Technique`
+    vmm_downtime_s = 43
+    [os.cold]                      # a technique to reboot the OS: keys are the fields of `OsReboot`
+    downtime_s = 34
+    [measured]                     # optional: files with measured downtimes instead (`measured`)
+    [[hosts]]                      # keys are the fields of `Hosts` and `Vms`
+    name = "web"
+    count = 6
+    group = "web"
+    [[hosts.vms]]
+    name = "front"
+
+A mistake is reported with its key and a remedy; for a misspelled key, the nearest known one is named.
+"""
 
 import re
 import tomllib
+from collections import Counter
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +33,10 @@ from rekindle_lab.plan.measured import read_measured
 from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
 SCOPES = ("vmm", "host")
+MAX_INTERVAL_D = 36_500
+"""Limit of an interval in days: a century, above which the file has a mistake."""
 VM_NAME_MAX = 63
+"""Largest number of characters of a VM's name, by Rekindle's own rule."""
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Allowed host names. Printable characters only, since the name is part of the units' descriptions."""
 TOP_LEVEL_KEYS = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
@@ -54,13 +79,17 @@ class Fleet:
     """The complete input of a plan. Intervals are seconds, targets shares to 1."""
 
     scope: str
+    """What is renewed: `vmm` or `host`."""
     vmm_interval_max_s: float
     os_interval_max_s: float
     availability: float | None
+    """The target of each VM; `None` if there is none."""
     capacity: float | None
-    """Share of hosts that must serve undisturbed at every moment."""
+    """Share of hosts that must serve undisturbed at every moment; `None` if there is no such target."""
     vmm: dict[str, Technique]
+    """The techniques to renew a VMM, by name."""
     os: dict[str, OsReboot]
+    """The techniques to reboot an OS, by name."""
     hosts: tuple[Hosts, ...]
     notes: tuple[str, ...] = ()
     """Sources of the downtimes, as text."""
@@ -93,10 +122,10 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     hosts = tuple(_hosts(table, tuple(vmm), tuple(os)) for table in tables(document, "hosts"))
     if not hosts:
         raise DefinitionError("no [[hosts]]; at least one is needed")
-    names = [name for alike in hosts for name in alike.names]
-    double = next((name for name in names if names.count(name) > 1), None) if len(set(names)) != len(names) else None
-    if double is not None:
-        raise DefinitionError(f"hosts: '{double}' is defined twice")
+    host_names = Counter(name for alike in hosts for name in alike.names)
+    duplicate = next((name for name, count in host_names.items() if count > 1), None)
+    if duplicate is not None:
+        raise DefinitionError(f"hosts: '{duplicate}' is defined twice")
     return Fleet(
         scope=scope,
         vmm_interval_max_s=_days(document, "vmm_interval_max_d"),
@@ -111,6 +140,7 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
 
 
 def _table(document: dict[str, Any], key: str, example: str) -> dict[str, Any]:
+    """Returns the table `key`, empty if it is missing; an error shows the `example` of a line in it."""
     table = document.get(key, {})
     if not isinstance(table, dict):
         raise DefinitionError(f"{key}: must be a table: [{key}], and below it {example}")
@@ -142,7 +172,7 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
 
 def _days(document: dict[str, Any], key: str) -> float:
     value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 36_500:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_INTERVAL_D:
         problem = "is missing" if value is None else f"{value!r}; it must be more than 0"
         raise DefinitionError(f"{key}: {problem} (the longest interval in days; `rekindle-lab aging` finds it)")
     return value * DAY_S
@@ -156,6 +186,7 @@ def _share(target: dict[str, Any], key: str) -> float | None:
 
 
 def _hosts(table: dict[str, Any], vmm: tuple[str, ...], os: tuple[str, ...]) -> Hosts:
+    """Parses one `[[hosts]]`; `vmm` and `os` are the names of all techniques."""
     known(table, ("name", "count", "group", "vms"), "hosts")
     name = text(table, "name")
     if not HOST_NAME.fullmatch(name):
@@ -171,6 +202,7 @@ def _hosts(table: dict[str, Any], vmm: tuple[str, ...], os: tuple[str, ...]) -> 
 
 
 def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, ...]) -> Vms:
+    """Parses one `[[hosts.vms]]` of `host`. VMs that list no techniques allow all."""
     where = f"hosts '{host}', vms"
     known(table, ("name", "count", "allow_vmm", "allow_os"), where)
     allowed = {}

@@ -6,6 +6,8 @@
   `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, with `os_guests`.
 
 None of these files has a degradation: degradations are taken as 0, and a note reports that.
+
+A way is a value of `--how` of `rekindle reboot vmm` (`VMM_WAYS`) or `rekindle reboot os` (`OS_WAYS`).
 """
 
 import json
@@ -21,7 +23,7 @@ from rekindle_lab.toml import DefinitionError, known, text
 
 KEYS = ("vmm", "vmm_guests", "os", "os_guests")
 OS_TABLE = "Downtime as a client sees it (s, medians)"
-"""Title of the table of `make bench TOPIC=os` that is read."""
+"""Title of the table of `make bench TOPIC=os` that is read. Columns: `guest`, `reboot` (the way), `downtime` in s."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +88,27 @@ def _of_experiment(path: Path) -> OsDowntimes:
     by_level: dict[str, list[float]] = {level: [] for level in runs.levels}
     for run in runs.done:
         by_level[run.level].append(run.responses["downtime_s"])
-    fewest = min(len(values) for values in by_level.values())
-    means = {level: fmean(values) for level, values in by_level.items()}
-    return OsDowntimes(means, f"mean downtimes of {fewest} or more runs per level")
+    fewest_runs = min(len(downtimes_s) for downtimes_s in by_level.values())
+    means_s = {level: fmean(downtimes_s) for level, downtimes_s in by_level.items()}
+    return OsDowntimes(means_s, f"mean downtimes of {fewest_runs} or more runs per level")
 
 
 def _of_benchmark(path: Path, guest: str) -> OsDowntimes:
     """Returns the median downtimes of one guest. Of several phases the latest one counts, which is listed last."""
-    seconds: dict[str, float] = {}
+    downtimes_s: dict[str, float] = {}
     guests: list[str] = []
     try:
         for row in json.loads(path.read_text())["tables"][OS_TABLE]:
             guests.append(row["guest"])
             way = _way(row["reboot"])
             if row["guest"] == guest and way in OS_WAYS:
-                seconds[way] = row["downtime"]
+                downtimes_s[way] = row["downtime"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DefinitionError(f"measured.os: {path}: not the JSON of `make bench TOPIC=os`: {error!r}") from error
-    if not seconds:
+    if not downtimes_s:
         names = ", ".join(dict.fromkeys(guests))
         raise DefinitionError(f"measured.os_guests: no '{guest}' in {path}; there are: {names}")
-    return OsDowntimes(seconds, f"median downtimes of {guest}")
+    return OsDowntimes(downtimes_s, f"median downtimes of {guest}")
 
 
 def _way(reboot: str) -> str:

@@ -1,4 +1,4 @@
-"""systemd units that execute the plan of one host.
+"""Makes the systemd units that execute the plan of one host (`units`), and their script (`RENEW_SCRIPT`).
 
 A timer fires often. `rekindle-renew` decides by time stamps of the last renewals whether one is due, so that intervals
 of any length survive a reboot of the host, and delays do not add up. The timers of the warm technique are independent
@@ -6,6 +6,8 @@ of any length survive a reboot of the host, and delays do not add up. The timers
 coupled (figure 3): a renewal of the VMM sets the stamps of the OS. A lock allows one renewal of a host at a time, and
 each checks whether it is due once it has the lock. Each VM has separate units, so that a failing one does not block the
 others.
+
+A phase is the moment from which the intervals of a renewal are counted, in seconds since 1970.
 """
 
 from dataclasses import dataclass
@@ -14,11 +16,14 @@ from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError
 
 FOLDER = "/etc/rekindle/plan"
+"""Folder of the script on the host."""
 STAMPS = "/var/lib/rekindle/renewed"
+"""Folder of the stamps: files whose times are those of the last renewals."""
 LOCK = "/run/rekindle-renewal.lock"
 TICK_S = 300
 """Seconds between two firings of a timer: a renewal may start this much later than it is due."""
 RETRY_S = 3600
+"""Seconds after which a renewal that failed is tried again."""
 
 RENEW_SCRIPT = f"""#!/bin/sh
 # rekindle-renew NAME INTERVAL_S PHASE_S [ALSO]... -- COMMAND...: run COMMAND if the renewal NAME is due.
@@ -88,8 +93,11 @@ class Vm:
 
     name: str
     vmm: str
+    """Way to renew the VMM: a value of `--how` of `rekindle reboot vmm`."""
     os: str
+    """Way to reboot the OS: a value of `--how` of `rekindle reboot os`."""
     coupled: bool
+    """Whether that way to renew the VMM reboots the OS, too."""
     os_interval_s: int
     os_phase_s: int
 
@@ -100,6 +108,7 @@ class HostPlan:
 
     name: str
     scope: str
+    """What is renewed: `vmm` or `host`."""
     vmm_interval_s: int
     vmm_phase_s: int
     vms: tuple[Vm, ...]
@@ -148,6 +157,7 @@ def _reboot_options(plan: HostPlan) -> str:
 
 
 def _service_and_timer(name: str, description: str, command: str) -> dict[str, str]:
+    """Returns a service that runs `rekindle-renew` with the arguments `command`, and its timer, by file name."""
     unit = f"[Unit]\nDescription={description}\n\n"
     return {
         f"rekindle-plan-{name}.service": f"{unit}{SERVICE_SECTION}ExecStart={FOLDER}/rekindle-renew {command}\n",
