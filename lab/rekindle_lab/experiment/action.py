@@ -26,8 +26,10 @@ def reboot(
     """Reboots, and adds the responses to `measured`."""
     how = ["--how", settings["how"]] if "how" in settings else []
     command = ["reboot", settings["reboot"], NAME, *how, *settings.get("options", [])]
-    reboot_kind = _reboot_vmm if settings["reboot"] == "vmm" else _reboot_os
-    reboot_kind(rekindle, guest, guest_spec, command, measured)
+    if settings["reboot"] == "vmm":
+        _reboot_vmm(rekindle, guest, guest_spec, command, measured)
+    else:
+        _reboot_os(rekindle, guest, guest_spec, command, measured)
 
 
 def _reboot_vmm(

@@ -11,12 +11,16 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from rekindle_lab.failure import fail
 from rekindle_lab.machine import cache, find_root, interrupt_on_signals
+
+if TYPE_CHECKING:
+    from rekindle_lab.experiment.definition import Experiment
+    from rekindle_lab.experiment.runner import Runner
 
 KEY_DIGITS = 6
 """Hexadecimal digits of the key in the names of network namespaces. It distinguishes the experiments of a machine."""
@@ -43,8 +47,7 @@ def command(
     # Imported here, so that other commands and --help do not wait for numpy and the guests' modules.
     from rekindle_lab.experiment import order as orders
     from rekindle_lab.experiment.definition import load
-    from rekindle_lab.experiment.guest import GuestRunner
-    from rekindle_lab.experiment.runner import CommandRunner, RunError
+    from rekindle_lab.experiment.runner import RunError
     from rekindle_lab.experiment.session import ORDER, ExperimentSession, ExperimentStoppedError
     from rekindle_lab.experiment.settings import check
     from rekindle_lab.runs.ledger import RUNS, LedgerError
@@ -64,19 +67,7 @@ def command(
             return
     except (DefinitionError, orders.OrderError, OSError) as error:
         raise fail("experiment", error) from error
-    if experiment.runner == "guest":
-        installation = _find_installation(rekindle, qemu)
-        runner = GuestRunner(
-            experiment,
-            root=installation.root,
-            binary=installation.rekindle,
-            qemu=installation.qemu,
-            disk=cache() / "lab",
-            key=hashlib.sha256(str(folder).encode()).hexdigest()[:KEY_DIGITS],
-        )
-        versions = runner.versions()
-    else:
-        runner, versions = CommandRunner(experiment, file.resolve().parent), {}
+    runner, versions = _make_runner(experiment, file, folder, rekindle, qemu)
     interrupt_on_signals("experiment")
     try:
         runs_left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
@@ -91,12 +82,43 @@ def command(
     if runs_left:
         raise fail("experiment", f"{runs_left} runs are not done; {folder / RUNS} has the others", 1)
     if report and experiment.replications > 1:  # one run per treatment cannot be analysed
-        from rekindle_lab.report.command import write
+        _write_report(folder / RUNS)
 
-        try:
-            print(write(folder / RUNS))
-        except ValueError as error:
-            raise fail("experiment", error, 1) from error
+
+def _write_report(runs: Path) -> None:
+    from rekindle_lab.report.command import write
+
+    try:
+        print(write(runs))
+    except ValueError as error:
+        raise fail("experiment", error, 1) from error
+
+
+class _RunnerWithVersions(NamedTuple):
+    """What executes the runs, and the versions of everything that takes part in them."""
+
+    runner: "Runner"
+    versions: dict[str, str]
+
+
+def _make_runner(
+    experiment: "Experiment", file: Path, folder: Path, rekindle: Path | None, qemu: str
+) -> _RunnerWithVersions:
+    from rekindle_lab.experiment.guest import GuestRunner
+    from rekindle_lab.experiment.runner import CommandRunner
+
+    if experiment.runner == "command":
+        return _RunnerWithVersions(CommandRunner(experiment, file.resolve().parent), {})
+    installation = _find_installation(rekindle, qemu)
+    runner = GuestRunner(
+        experiment,
+        root=installation.root,
+        binary=installation.rekindle,
+        qemu=installation.qemu,
+        disk=cache() / "lab",
+        key=hashlib.sha256(str(folder).encode()).hexdigest()[:KEY_DIGITS],
+    )
+    return _RunnerWithVersions(runner, runner.versions())
 
 
 class _Installation(NamedTuple):

@@ -1,6 +1,9 @@
 """Reads the definition of an experiment: factors, levels, responses, repetitions, and the runner.
 
-`Experiment` is a complete definition; `load` reads one from a TOML file.
+`Experiment` is a complete definition; `load` reads one from a TOML file (docs/experiment-format.md; lab/README.md has
+an example). A factor is what is varied, such as the technique; its levels are the compared ones, each with settings for
+the runner. A response is a number that each run measures, a treatment one level of each factor. Each treatment has
+`replications` runs, spread evenly over `blocks`, which are parts of the experiment that follow each other.
 """
 
 import json
@@ -25,6 +28,7 @@ class Factor:
 
     name: str
     levels: dict[str, dict[str, Any]]
+    """The settings of each level, by its name."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,12 @@ class Command:
 
     argv: tuple[str, ...] = ()
     deadline_s: float = 3600.0
+    """Seconds after which a run has failed."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A complete definition. The digest of the order includes `document`."""
+    """A complete definition. The digest of the order includes `document`, so that a change is detected."""
 
     name: str
     question: str
@@ -78,6 +83,7 @@ class Experiment:
     replications: int
     blocks: int
     runner: str
+    """What executes a run: `guest` or `command`."""
     factors: tuple[Factor, ...]
     responses: tuple[str, ...]
     guest: Guest = field(default_factory=Guest)
@@ -85,6 +91,7 @@ class Experiment:
     run_s: float | None = None
     """Approximate duration of a run in seconds, for the estimate before the first run has finished."""
     document: dict[str, Any] = field(default_factory=dict)
+    """The content of the file."""
 
     def treatments(self) -> list[dict[str, str]]:
         """Returns all combinations of levels, in the order of the file."""
@@ -179,15 +186,16 @@ def _run_s(document: dict[str, Any]) -> float | None:
 
 def _replications(document: dict[str, Any], treatments: int, min_replications: int) -> int:
     """Returns the number of replications in the file, or that of a power analysis rounded up to whole blocks."""
-    given = document.get("replications")
-    if isinstance(given, dict):
-        known(given, REPLICATIONS_KEYS, "replications")
-        if "sd_increase" not in given:
+    replications = document.get("replications")
+    if isinstance(replications, dict):
+        known(replications, REPLICATIONS_KEYS, "replications")
+        if "sd_increase" not in replications:
             raise DefinitionError("replications.sd_increase: is missing; 0.15 is the paper's")
-        effect = power.effect_from_sd_increase(float(given["sd_increase"]))
-        n = power.smallest_n(treatments, effect, float(given.get("alpha", 0.05)), float(given.get("power", 0.90)))
+        effect = power.effect_from_sd_increase(float(replications["sd_increase"]))
+        alpha, wanted_power = float(replications.get("alpha", 0.05)), float(replications.get("power", 0.90))
+        needed = power.smallest_n(treatments, effect, alpha, wanted_power)
         blocks = document.get("blocks", 1)
-        return -(-n // blocks) * blocks
+        return math.ceil(needed / blocks) * blocks
     return whole(document, "replications", low=min_replications)
 
 
@@ -225,7 +233,10 @@ def _response(table: dict[str, Any]) -> str:
 
 
 def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
-    """Builds a dataclass from a table: keys and types as its fields, numbers more than 0, or the default."""
+    """Builds the dataclass `kind` from a table of the file, whose keys are its fields.
+
+    A value must be of the type of the field's default, and a number more than 0 unless it is the default.
+    """
     if not isinstance(table, dict):
         raise DefinitionError(f"{where}: must be a table")
     defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}

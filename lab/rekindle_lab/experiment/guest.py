@@ -27,7 +27,7 @@ from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.sampling import Sampler
 from rekindle_lab.experiment.settings import AFTER, IN_WINDOW
 from rekindle_lab.experiment.subject import NAME, Subject
-from rekindle_lab.leak import Leaky, Memory, leak_image, leaky
+from rekindle_lab.leak import Leaky, leak_image, leaky
 from rekindle_lab.machine import machine_versions, qemu_version
 from rekindle_lab.os_guest import wait_saved
 from rekindle_lab.protector import Protector, protected
@@ -46,8 +46,11 @@ class GuestRunner:
 
     experiment: Experiment
     root: Path
+    """Folder of the project."""
     binary: Path
+    """The `rekindle` binary."""
     qemu: str
+    """Path of the QEMU binary."""
     disk: Path
     """Folder on a real disk, for copies of the guest's disk and for stores."""
     key: str
@@ -98,7 +101,8 @@ class GuestRunner:
         """Boots the guest, then executes the steps that the settings and the responses require."""
         guest_spec = self.experiment.guest
         image = subject.image(self.root, guest_spec)
-        guest = subject.subject(guest_spec, settings, image, space.namespaces[0], space.ram, space.disk)
+        (netns,) = space.namespaces
+        guest = subject.subject(guest_spec, settings, image, netns=netns, ram=space.ram, disk=space.disk)
         rekindle = Rekindle(self.binary, space.work / "run")
         rekindle.run(guest.write(space.work, self.qemu))
         guest.wait_ready()
@@ -187,17 +191,16 @@ class _Leak:
     def add_responses(self, measured: Measured) -> None:
         """Adds the responses: computed from the kernel's allocations and, as in the paper, from free memory."""
         after = self.guest.memory()
-        memory_kib = [_memory_as_json(memory) for memory in (self.before, self.with_leak, after)]
+        memory_kib = [
+            {"slab": memory.slab_kib, "available": memory.available_kib}
+            for memory in (self.before, self.with_leak, after)
+        ]
         measured.samples.append({"leaked_bytes": self.leaked_bytes, "memory_kib": memory_kib})
         leaked_kib = self.leaked_bytes / 1024
         remaining_kib = after.slab_kib - self.before.slab_kib
         regained_kib = after.available_kib - self.with_leak.available_kib
         measured.responses["recovered_memory_pct"] = 100 * (1 - remaining_kib / leaked_kib)
         measured.responses["recovered_available_pct"] = 100 * regained_kib / leaked_kib
-
-
-def _memory_as_json(memory: Memory) -> dict[str, int]:
-    return {"slab": memory.slab_kib, "available": memory.available_kib}
 
 
 def _digest(binary: Path) -> str:

@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import time
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from rekindle_lab.os_guest import OsGuest
 
@@ -16,6 +16,21 @@ END_OF_SAMPLE = "that-is-all"
 SAMPLE_COMMAND = "cat /proc/loadavg; head -1 /proc/stat; grep -E '^(MemFree|Buffers|Cached|Slab):' /proc/meminfo; "
 SAMPLE_COMMAND += f"grep -E '^pgpg(in|out) ' /proc/vmstat; echo {END_OF_SAMPLE}\n"
 SAMPLE_DEADLINE_S = 60.0
+
+
+class GuestSample(TypedDict):
+    """A sample of a guest. Ticks and `paged_kib` are totals since its boot; memory is the present one."""
+
+    load_15min: float
+    ticks: int
+    """Processor time of all kinds in clock ticks, also idle time."""
+    idle_ticks: int
+    """Part of `ticks` in which the processors were idle or waited for I/O."""
+    free_kib: int
+    """Free memory, with buffers and caches as in the paper."""
+    slab_kib: int
+    paged_kib: int
+    """Read from disks and written to them."""
 
 
 class GuestStatus:
@@ -45,8 +60,8 @@ class GuestStatus:
         self._shell.kill()
         self._shell.communicate()
 
-    def take(self) -> dict[str, Any]:
-        """Takes a sample: times in units of the guest's clock ticks, memory in KiB, pages in and out in KiB."""
+    def take(self) -> GuestSample:
+        """Takes a sample."""
         assert self._shell is not None and self._shell.stdin is not None and self._shell.stdout is not None
         self._shell.stdin.write(SAMPLE_COMMAND.encode())
         self._shell.stdin.flush()
@@ -55,14 +70,17 @@ class GuestStatus:
             ready, _, _ = select.select([self._shell.stdout], [], [], max(deadline - time.monotonic(), 0.0))
             data = os.read(self._shell.stdout.fileno(), 65536) if ready else b""
             if not data:
-                what = "ended" if ready else f"no more output within {SAMPLE_DEADLINE_S:g} s"
-                raise RuntimeError(f"{self.guest.name}: ssh: {what}: {output[-500:].decode(errors='replace')}")
+                problem = "ended" if ready else f"no more output within {SAMPLE_DEADLINE_S:g} s"
+                raise RuntimeError(f"{self.guest.name}: ssh: {problem}: {output[-500:].decode(errors='replace')}")
             output += data
         return parse(output.decode())
 
     @staticmethod
     def responses(samples: list[dict[str, Any]]) -> dict[str, float]:
-        """Returns the responses of a window: averages of load and free memory, totals of CPU and I/O."""
+        """Returns the responses of a window, whose `samples` have the guest's at the key `guest`.
+
+        Averages of load and free memory, totals of CPU and I/O.
+        """
         in_guest = [sample["guest"] for sample in samples]
         first, last = in_guest[0], in_guest[-1]
         ticks = last["ticks"] - first["ticks"]
@@ -75,15 +93,19 @@ class GuestStatus:
         }
 
 
-def parse(text: str) -> dict[str, Any]:
-    """Parses the output of `SAMPLE_COMMAND`. Free memory includes buffers and caches, as in the paper."""
-    lines = [line for line in text.splitlines() if line != END_OF_SAMPLE]
-    cpu = [int(word) for word in lines[1].split()[1:]]
-    numbers = {key.rstrip(":"): int(value.split()[0]) for key, _, value in (line.partition(" ") for line in lines[2:])}
+def parse(text: str) -> GuestSample:
+    """Parses the output of `SAMPLE_COMMAND`."""
+    loadavg, stat, *named_numbers = (line for line in text.splitlines() if line != END_OF_SAMPLE)
+    # user, nice, system, idle, iowait, irq, softirq, steal; guest times, which follow, are part of user and nice.
+    ticks = [int(word) for word in stat.split()[1:9]]
+    numbers = {}
+    for line in named_numbers:  # `MemFree:   1000 kB` or `pgpgin 5000`
+        name, number, *_ = line.split()
+        numbers[name.rstrip(":")] = int(number)
     return {
-        "load_15min": float(lines[0].split()[2]),
-        "ticks": sum(cpu[:8]),
-        "idle_ticks": cpu[3] + cpu[4],
+        "load_15min": float(loadavg.split()[2]),
+        "ticks": sum(ticks),
+        "idle_ticks": ticks[3] + ticks[4],
         "free_kib": numbers["MemFree"] + numbers["Buffers"] + numbers["Cached"],
         "slab_kib": numbers["Slab"],
         "paged_kib": numbers["pgpgin"] + numbers["pgpgout"],

@@ -36,6 +36,7 @@ class Window:
     """Median response time in ms."""
     failed: int
     raw: dict[str, Any]
+    """The report of `rekindle probe`, or that of wrk at the key `wrk`."""
 
 
 def measure(rekindle: Rekindle, guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
@@ -70,17 +71,8 @@ def paths(guest: Subject, files: int) -> list[str]:
 
 
 def _run_wrk(guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        guest.netns,
-        "wrk",
-        "--threads",
-        "1",
-        "--connections",
-        str(guest_spec.connections),
-    ]
+    command = ["ip", "netns", "exec", guest.netns]
+    command += ["wrk", "--threads", "1", "--connections", str(guest_spec.connections)]
     command += ["--duration", f"{math.ceil(seconds)}s", "--timeout", f"{WRK_TIMEOUT_S}s", "--script", str(WRK_SCRIPT)]
     command += [f"http://{guest.address}/", "--", *paths(guest, guest_spec.files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + WRK_MARGIN_S, check=False)

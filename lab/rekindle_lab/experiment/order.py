@@ -2,6 +2,9 @@
 
 Each treatment occurs equally often in a block, and each block has a new random order. The file has the definition's
 content and a digest over all. The line of every run repeats the digest, so that a run of another order is detected.
+
+`draw` draws an order, `content` has the keys of the file (order.json), and `commit` writes it, or checks an existing
+one. A treatment is one level of each factor; a replication is one of the runs of a treatment, counted over all blocks.
 """
 
 import hashlib
@@ -71,8 +74,8 @@ def content(experiment: Experiment, runs: tuple[Planned, ...]) -> dict[str, Any]
         "definition": experiment.document,
         "runs": [asdict(run) for run in runs],
     }
-    packed = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-    return {"digest": f"sha256:{hashlib.sha256(packed).hexdigest()}", **document}
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return {"digest": f"sha256:{hashlib.sha256(canonical).hexdigest()}", **document}
 
 
 def commit(experiment: Experiment, path: Path) -> Order:
@@ -87,8 +90,8 @@ def commit(experiment: Experiment, path: Path) -> Order:
         expected = content(experiment, runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OrderError(f"{path}: not the order of an experiment ({error!r}); give another --out") from error
-    for key in expected:
-        if document.get(key) != expected[key] and key != "digest":
+    for key, value in expected.items():
+        if key != "digest" and document.get(key) != value:
             raise OrderError(f"{path}: its {key} differs from the definition's; give another --out")
     if document["digest"] != expected["digest"]:
         raise OrderError(f"{path}: its digest is wrong: the order was changed after it was committed")

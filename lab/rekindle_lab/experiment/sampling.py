@@ -1,36 +1,68 @@
-"""Takes samples of the resource use of QEMU and of Rekindle's processes on the host, from /proc at an interval."""
+"""Takes samples of the resource use of QEMU and of Rekindle's processes on the host, from /proc at an interval.
+
+`Sampler` is the entry point; `Sample` is the record of one sample, which becomes part of the run's line as it is.
+"""
 
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
+
+from rekindle_lab.experiment.inside import GuestSample
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def sample_process(pid: int) -> dict[str, Any] | None:
+class ProcessSample(TypedDict):
+    """A process: totals since its start, and its present memory."""
+
+    pid: int
+    name: str
+    cpu_s: float
+    resident_kib: int
+    read_bytes: int
+    written_bytes: int
+
+
+class HostSample(TypedDict):
+    """The host."""
+
+    load_1min: float
+    available_kib: int
+
+
+class Sample(TypedDict):
+    """One sample; `t_s`: seconds since the start of the sampler."""
+
+    t_s: float
+    host: HostSample
+    processes: list[ProcessSample]
+    guest: NotRequired[GuestSample]
+
+
+def sample_process(pid: int) -> ProcessSample | None:
     """Returns processor time, memory and disk traffic of a process; `None` once the process has ended."""
     folder = Path("/proc") / str(pid)
     try:
         name, _, after_name = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-        fields = after_name.split()
+        fields = after_name.split()  # from field 3 of proc_pid_stat(5) on
         io = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
     except (OSError, ValueError):
         return None
     return {
         "pid": pid,
         "name": name,
-        "cpu_s": (int(fields[11]) + int(fields[12])) / TICKS_PER_S,
-        "resident_kib": int(fields[21]) * PAGE_KIB,
+        "cpu_s": (int(fields[14 - 3]) + int(fields[15 - 3])) / TICKS_PER_S,  # utime, stime
+        "resident_kib": int(fields[24 - 3]) * PAGE_KIB,  # rss
         "read_bytes": int(io["read_bytes"]),
         "written_bytes": int(io["write_bytes"]),
     }
 
 
-def sample_host() -> dict[str, Any]:
+def sample_host() -> HostSample:
     """Returns load and available memory of the host."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {"load_1min": os.getloadavg()[0], "available_kib": int(memory["MemAvailable"].split()[0])}
@@ -43,14 +75,14 @@ class Sampler:
         self,
         every_s: float,
         find_pids: Callable[[], list[int]],
-        sample_guest: Callable[[], dict[str, Any]] | None = None,
+        sample_guest: Callable[[], GuestSample] | None = None,
     ) -> None:
         """`find_pids`: the processes of a sample; `sample_guest`: returns the guest's own figures."""
         self.every_s = every_s
         self.find_pids = find_pids
         self.sample_guest = sample_guest
         self.error: Exception | None = None
-        self.samples: list[dict[str, Any]] = []
+        self.samples: list[Sample] = []
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -58,9 +90,11 @@ class Sampler:
     def take(self) -> None:
         """Takes a sample now."""
         t_s = round(time.monotonic() - self._began, 3)
-        processes = [sample for pid in self.find_pids() if (sample := sample_process(pid)) is not None]
-        guest = {"guest": self.sample_guest()} if self.sample_guest else {}
-        self.samples.append({"t_s": t_s, "host": sample_host(), "processes": processes, **guest})
+        processes = [process for process in map(sample_process, self.find_pids()) if process is not None]
+        sample: Sample = {"t_s": t_s, "host": sample_host(), "processes": processes}
+        if self.sample_guest:
+            sample["guest"] = self.sample_guest()
+        self.samples.append(sample)
 
     def _run(self) -> None:
         try:
@@ -91,6 +125,7 @@ class Sampler:
         seconds = max(last["t_s"] - first["t_s"], 1e-3)
 
         def growth(key: str) -> float:
+            """Returns by how much a total of all processes has grown."""
             at_start = {process["pid"]: process[key] for process in first["processes"]}
             at_end = {process["pid"]: process[key] for sample in self.samples for process in sample["processes"]}
             return sum(value - at_start.get(pid, 0) for pid, value in at_end.items())

@@ -1,8 +1,9 @@
-"""Executes an experiment's runs in the committed order; resumes after an interruption (`ExperimentSession`).
+"""Executes an experiment's runs in the committed order; continues after an interruption (`ExperimentSession`).
 
 The order of the runs is drawn at random and written to `order.json` ("committed") before the first run. A session is
 one start of the command: it continues after the last finished run. The `leaves` of a run are the names of what it
-makes, recorded before it starts, so that the next session can remove what a kill has left.
+makes, recorded before it starts, so that the next session can remove what a kill has left. The ledger records each run
+(`rekindle_lab.runs.ledger`); `_measure` has the keys of a run's line, which `rekindle_lab.analysis.runs` reads again.
 """
 
 import statistics
@@ -123,12 +124,12 @@ class ExperimentSession:
 
     def _log_run(self, ledger: Ledger, planned: Planned, line: dict[str, Any], runs_left: int) -> None:
         treatment = ", ".join(f"{name}={level}" for name, level in planned.treatment.items())
-        rest = "the last"
+        outlook = "the last"
         if runs_left:
-            rest = f"{runs_left} left, about {duration(runs_left * (self._usual_s(ledger) or 0.0))}"
+            outlook = f"{runs_left} left, about {duration(runs_left * (self._usual_s(ledger) or 0.0))}"
         failed = f" FAILED: {line['error']}" if line["error"] else ""
-        took = f"{line['outcome']} in {duration(line['took_s'])}"
-        self.log(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")
+        outcome = f"{line['outcome']} in {duration(line['took_s'])}"
+        self.log(f"run {planned.run} of {line['of']} ({treatment}): {outcome}; {outlook}{failed}")
 
 
 def _keep_responses(measured: Measured, names: tuple[str, ...]) -> None:

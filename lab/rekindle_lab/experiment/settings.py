@@ -16,7 +16,6 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.rekindle import OS_WAYS, VMM_WAYS
 from rekindle_lab.toml import DefinitionError
 
-# The settings of a level, with the types of their values.
 SETTINGS = {
     "reboot": str,
     "how": str,
@@ -26,6 +25,7 @@ SETTINGS = {
     "touch": str,
     "definition": str,
 }
+"""The settings of a level, with the types of their values."""
 IMAGES = ("micro", "debian", "immutable")
 LOADS = ("probe", "wrk")
 FILES = {"micro": 1, "debian": 200, "immutable": 200}
@@ -54,6 +54,7 @@ AFTER = ("throughput_after_per_s", "response_time_after_ms")
 """Responses of the window after the action."""
 RESPONSES = (*IN_WINDOW, *OF_ACTION, *AFTER)
 WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
+"""Values of the setting `how`, by the value of `reboot`."""
 WAYS_WITH_DISK_SERVERS = ("warm-cache", "phase")
 """Ways to reboot an OS that need disks with servers of Rekindle."""
 WAYS_WITH_AGENT = ("kexec",)

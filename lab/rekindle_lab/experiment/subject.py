@@ -61,7 +61,7 @@ def image(root: Path, guest_spec: GuestSpec) -> Image:
 
 
 def subject(
-    guest_spec: GuestSpec, settings: dict[str, Any], image: Image, netns: str, ram: Path, disk: Path
+    guest_spec: GuestSpec, settings: dict[str, Any], image: Image, *, netns: str, ram: Path, disk: Path
 ) -> Subject:
     """Returns the guest with these settings, in the network namespace `netns`, with RAM and disk in these folders."""
     return Subject(

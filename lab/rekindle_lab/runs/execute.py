@@ -27,19 +27,19 @@ class RunEnd:
 def execute(
     ledger: Ledger, run: int | str, leaves: Callable[[int], Leaves], work: Callable[[Leaves], RunEnd]
 ) -> dict[str, Any]:
-    """Executes a run, and returns its line. `leaves`: names what the run makes, for a number of the attempt."""
+    """Executes a run by `work`, and returns its line. `leaves` names what the run makes, given the attempt's number."""
     attempt = ledger.attempts(run) + 1
-    made = leaves(attempt)
-    began_unix_s, clock = round(time.time(), 3), time.monotonic()
-    ledger.begin({"run": run, "attempt": attempt, "began_unix_s": began_unix_s, "leaves": made})
-    end = work(made)
+    names = leaves(attempt)
+    began_unix_s, began = round(time.time(), 3), time.monotonic()
+    ledger.begin({"run": run, "attempt": attempt, "began_unix_s": began_unix_s, "leaves": names})
+    end = work(names)
     line = {
         **end.entries,
         "run": run,
         "attempt": attempt,
         "outcome": end.outcome,
         "began_unix_s": began_unix_s,
-        "took_s": round(time.monotonic() - clock, 3),
+        "took_s": round(time.monotonic() - began, 3),
     }
     ledger.end(line)
     return line

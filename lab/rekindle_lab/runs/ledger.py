@@ -1,5 +1,10 @@
-"""Records of finished runs: `runs.jsonl`, a line for each finished attempt, and `begun.jsonl`, a line before each.
+"""Records of an experiment's or benchmark's runs, in two files of JSON lines that only grow (`Ledger`).
 
+    begun.jsonl   before an attempt: {"run": 3, "attempt": 1, "began_unix_s": ..., "leaves": {names of what it makes}}
+                  after the remains of a killed attempt are removed: {"run": 3, "attempt": 1, "cleared": true}
+    runs.jsonl    after an attempt: {"run": 3, "attempt": 1, "outcome": "done", "took_s": ..., and what was measured}
+
+A run is known by its number, or by a name. It has several attempts if one of them failed, or was killed.
 A run counts once its whole line is on disk. A run that is killed before is repeated. Only the last line can be
 truncated, by a kill or a full disk; it is removed when the ledger is opened. A lock prevents two sessions at the same
 time.
@@ -38,7 +43,9 @@ class Ledger:
             self.truncated = sum(_remove_truncated_line(path) for path in (self._runs, self._started))
             """Number of lines that a crash had truncated."""
             self.runs = _read_lines(self._runs)
+            """The lines of finished attempts."""
             self.started = _read_lines(self._started)
+            """The lines before attempts."""
         except BaseException:
             os.close(self._lock)
             raise
@@ -66,10 +73,10 @@ class Ledger:
         return sum(line["run"] == run and not line.get("cleared") for line in self.started)
 
     def interrupted(self) -> list[dict[str, Any]]:
-        """Returns attempts that were started but have no result: their remains must be removed."""
+        """Returns the lines of attempts that were started but have no result: their remains must be removed."""
         cleared = [line for line in self.started if line.get("cleared")]
-        finished = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
-        return [line for line in self.started if (line["run"], line["attempt"]) not in finished]
+        ended_attempts = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
+        return [line for line in self.started if (line["run"], line["attempt"]) not in ended_attempts]
 
     def restart(self) -> None:
         """Deletes the records of all runs: the experiment starts anew."""
@@ -78,7 +85,7 @@ class Ledger:
         self.runs, self.started = [], []
 
     def clear(self, started: dict[str, Any]) -> None:
-        """Records that the remains of an interrupted attempt are removed."""
+        """Records that the remains of an interrupted attempt are removed. `started`: the line before that attempt."""
         self.begin({"run": started["run"], "attempt": started["attempt"], "cleared": True})
 
     def begin(self, line: dict[str, Any]) -> None:

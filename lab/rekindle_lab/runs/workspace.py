@@ -1,4 +1,8 @@
-"""The folders and the network namespaces in which a run works. All of them are removed, however the run ends."""
+"""The folders and the network namespaces in which a run works. All of them are removed, however the run ends.
+
+A run makes them with `Workspace.made`. Their names (`leaves`) are recorded before, so that after a kill the next
+session removes them with `Workspace.from_leaves(...).remove()`.
+"""
 
 import os
 import shutil
@@ -43,9 +47,9 @@ class Workspace:
     @classmethod
     def from_leaves(cls, binary: Path, leaves: dict[str, Any]) -> Self:
         """Returns the workspace of a run from the names recorded before it started. `netns` is one name or a list."""
-        given = leaves["netns"]
-        namespaces = (given,) if isinstance(given, str) else tuple(given)
-        return cls(binary, Path(leaves["work"]), Path(leaves["disk"]), namespaces)
+        names = leaves["netns"]
+        namespaces = (names,) if isinstance(names, str) else tuple(names)
+        return cls(binary, work=Path(leaves["work"]), disk=Path(leaves["disk"]), namespaces=namespaces)
 
     @contextmanager
     def made(self) -> Iterator[Self]:
@@ -63,9 +67,10 @@ class Workspace:
 
     def _stop_vms(self) -> None:
         """Stops the VMs of all run directories in the workspace."""
-        for folder in {record.parent for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")}:
+        records = [record for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")]
+        for vm_folder in {record.parent for record in records}:
             try:
-                Rekindle(self.binary, folder.parent).stop(folder.name)
+                Rekindle(self.binary, run_dir=vm_folder.parent).stop(vm_folder.name)
             except (RekindleError, subprocess.TimeoutExpired) as error:
                 if "there is no VM" not in str(error) and mentioning(str(self.work)):
                     raise RekindleError(f"{self.work}: processes of a killed run cannot be ended: {error}") from error
