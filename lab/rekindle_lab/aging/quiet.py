@@ -1,7 +1,7 @@
 """Measures false alarms on simulated hosts without aging, each judged once a day as a real host would be.
 
 Such a host has no trend, so each alarm is false. The kinds of hosts (`KINDS`) differ in the noise of their samples:
-independent, correlated with the previous sample, or with a daily variation.
+independent, correlated with the previous sample, with a daily variation, or rising and reset. `false_alarms` counts.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,10 @@ def white(generator: np.random.Generator, n: int) -> np.ndarray:
 
 
 def persistent(share: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """Generates samples that each keep `share` of the previous sample and add noise."""
+    """Generates samples that each keep `share` of the previous one and add noise: a first-order autoregression.
+
+    The noise is scaled so that the samples have a standard deviation of 1.
+    """
 
     def generate(generator: np.random.Generator, n: int) -> np.ndarray:
         noise = generator.normal(size=n) * np.sqrt(1 - share**2)
@@ -52,9 +55,9 @@ def daily(generator: np.random.Generator, n: int) -> np.ndarray:
 def sawtooth(generator: np.random.Generator, n: int) -> np.ndarray:
     """Generates a level that rises and is reset every 5 to 8 hours: garbage collection, caches."""
     samples = np.empty(n)
-    tooth_begin = int(-generator.integers(0, 30))
+    tooth_begin = int(-generator.integers(0, 30))  # the first tooth is partly over
     while tooth_begin < n:
-        length = int(generator.integers(20, 33))
+        length = int(generator.integers(20, 33))  # in steps of a quarter of an hour
         begin, end = max(0, tooth_begin), min(n, tooth_begin + length)
         if begin < end:
             samples[begin:end] = np.arange(begin - tooth_begin, end - tooth_begin) / length * 3
@@ -73,7 +76,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """False alarms on hosts of one kind. `high` is the upper end of the 95 % interval (Poisson)."""
+    """False alarms on hosts of one kind. `high` is the upper end of the 95 % interval of `per_host_week`."""
 
     kind: str
     host_weeks: int
@@ -92,18 +95,21 @@ def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True
     alarms = 0
     for generator in np.random.default_rng(seed).spawn(host_weeks):
         values = {metric: KINDS[kind](generator, times.size) for metric in HOST_METRICS}
-        standing: set[str] = set()
+        alarming_the_day_before: set[str] = set()
         for day in range(8, 15):
-            samples = day * DAY_S // STEP_S
-            host = [_series(metric, times[:samples], values[metric][:samples], near=near) for metric in HOST_METRICS]
+            until = day * DAY_S // STEP_S
+            host = [_series(metric, times[:until], values[metric][:until], near=near) for metric in HOST_METRICS]
             alarming = {finding.series.metric for finding in judge(host) if finding.alarm}
-            alarms += len(alarming - standing)
-            standing = alarming
+            alarms += len(alarming - alarming_the_day_before)
+            alarming_the_day_before = alarming
+    # The exact upper limit of a Poisson count (Garwood, Biometrika 28, 1936).
     high = float(stats.chi2.ppf(0.975, 2 * (alarms + 1)) / 2)
     return FalseAlarms(kind, host_weeks, alarms, alarms / host_weeks, high / host_weeks)
 
 
 def _series(metric: str, seconds: np.ndarray, unit_values: np.ndarray, *, near: bool) -> Series:
     """Returns a series with a level of 1000 and a standard deviation of 10, and its limit in the harmful direction."""
-    limit = 1000 + METRICS[metric] * (60 if near else 100_000)
-    return Series("quiet", None, metric, "1", seconds, 1000 + 10 * unit_values, limit)
+    distance = 60 if near else 100_000  # 60: six standard deviations
+    limit = 1000 + METRICS[metric] * distance
+    values = 1000 + 10 * unit_values
+    return Series(host="quiet", guest=None, metric=metric, boot="1", seconds=seconds, values=values, limit=limit)

@@ -1,6 +1,9 @@
-"""Reads samples (JSON lines) into series: the values of one metric between two reboots.
+"""Reads samples (JSON lines, docs/aging-samples.md) into series: the values of one metric between two reboots.
 
-Entry point: `read`. A file with problems is rejected, with all problems at the same time.
+    {"format": 1, "host": "a", "guest": null, "boot": "7f3c", "unix_s": 1800000000, "free_memory_kib": 81234, ...}
+
+`boot` identifies the boot of the host or guest; the metrics are optional (`METRICS`), each with a limit if one is known
+(`open_files_limit`). Entry point: `read`. A file with problems is rejected, with all problems at the same time.
 """
 
 import difflib
@@ -83,7 +86,7 @@ def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
         reader.problems.append("the file has no samples")
     series = []
     if not reader.problems:
-        series = [reader.make_series(key, points, limits or {}) for key, points in reader.points.items()]
+        series = [reader.series_since_last_boot(key, points, limits or {}) for key, points in reader.points.items()]
     if reader.problems:
         raise SamplesError(_describe_problems(path, reader.problems))
     return series
@@ -176,7 +179,7 @@ class _Reader:
                 if column in sample and not (is_number and finite(value)):
                     self._report(row, column, f"{value!r} is not a finite number")
 
-    def make_series(self, key: _SeriesKey, points: list[_Point], limits: dict[str, float]) -> Series:
+    def series_since_last_boot(self, key: _SeriesKey, points: list[_Point], limits: dict[str, float]) -> Series:
         """Returns the values since the last boot, in the order of time."""
         by_time = sorted(points, key=lambda point: point.unix_s)
         last_boot = by_time[-1].boot
@@ -188,8 +191,8 @@ class _Reader:
                 break
         recorded = [point.limit for point in since_boot if point.limit is not None]
         return Series(
-            *key,
-            last_boot,
+            **key._asdict(),
+            boot=last_boot,
             seconds=np.array([point.unix_s for point in since_boot]),
             values=np.array([point.value for point in since_boot]),
             limit=limits.get(key.metric, recorded[-1] if recorded else LIMITS.get(key.metric)),

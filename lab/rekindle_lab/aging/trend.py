@@ -1,9 +1,12 @@
 """Tests whether a series rises or falls, and how fast, without assuming a shape or independence.
 
-Mann and Kendall's test counts pairs that rise against pairs that fall. Samples of a machine are correlated, so the
-count varies more than the test assumes. Hamed and Rao (1998) correct the variance of the count by the autocorrelation
-of the detrended ranks. The correction is an estimate, from as many independent values as are left (`n` over the
-inflation), so Student's t replaces the normal curve.
+Mann and Kendall's test counts pairs of samples that rise against pairs that fall. Samples of a machine are correlated,
+so the count varies more than the test assumes. Hamed and Rao (J. Hydrology 204, 1998) correct the variance of the count
+by the autocorrelation of the detrended ranks: the inflation. The correction is an estimate, from as many independent
+values as are left (n over the inflation), so Student's t replaces the normal curve.
+
+The slope is Sen's (J. Am. Stat. Assoc. 63, 1968): the median of the slopes of all pairs. The ends of its interval are
+two of these slopes, by their ranks. Entry point: `fit_trend`; n is the number of points throughout.
 """
 
 import math
@@ -21,6 +24,7 @@ class Trend:
     """The trend of a series. `slope` is Sen's: the median of all pairs' slopes, per second in the metric's unit."""
 
     p: float
+    """Two-sided p of the test that the series neither rises nor falls."""
     slope: float
     slope_low: float
     slope_high: float
@@ -51,6 +55,7 @@ def variance_inflation(values: np.ndarray, seconds: np.ndarray, slope: float) ->
         if observed <= 0:
             break
         unbiased = min(0.995, observed + (2 + 4 * observed) / n)
+        # Hamed and Rao's equation 16.
         inflation += 2 / (n * (n - 1) * (n - 2)) * (n - lag) * (n - lag - 1) * (n - lag - 2) * unbiased
     return max(1.0, inflation)
 

@@ -1,4 +1,4 @@
-"""The command `rekindle-lab report`."""
+"""The command `rekindle-lab report`: writes the HTML page of an experiment (`write`) and publishes it as Markdown."""
 
 import json
 from pathlib import Path
@@ -20,20 +20,21 @@ def write(
     allow_versions: bool = False,
 ) -> Path:
     """Analyses runs and writes their report; returns the page's path. Raises `ValueError` for unusable runs."""
-    from rekindle_lab.analysis.judge import judge
+    from rekindle_lab.analysis.judge import ALPHA, judge
     from rekindle_lab.report import page
 
-    found = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
+    checked_runs = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
     order_path = runs.parent / "order.json"
     order = json.loads(order_path.read_text()) if order_path.exists() else None
-    command = " ".join(
-        ["rekindle-lab report", str(runs.name)]
-        + ([f"--factor {factor}"] if factor else [])
-        + ([f"--alpha {alpha:g}"] if alpha != 0.05 else [])
-        + (["--allow-missing"] if allow_missing else [])
-        + (["--allow-versions"] if allow_versions else [])
-    )
-    return page.write(found, judge(found, alpha), (out or runs.parent / "report").resolve(), command, order)
+    options = {
+        f"--factor {factor}": factor,
+        f"--alpha {alpha:g}": alpha != ALPHA,
+        "--allow-missing": allow_missing,
+        "--allow-versions": allow_versions,
+    }
+    command = " ".join(["rekindle-lab report", runs.name, *(option for option, is_set in options.items() if is_set)])
+    folder = (out or runs.parent / "report").resolve()
+    return page.write(checked_runs, judge(checked_runs, alpha), folder, command, order)
 
 
 def command(

@@ -1,4 +1,8 @@
-"""Writes an experiment's HTML page, with the PNG and CSV files in its folder, from the lines of the runs alone."""
+"""Writes an experiment's HTML page, with PNG and CSV files in its folder, from the lines of the runs alone (`write`).
+
+The page is self-contained: plots and raw data are in it, too. `page.html.jinja` is its template, whose variables are
+the arguments of `render`. `start_replacement` and `finish_replacement` replace a folder by a complete new one.
+"""
 
 import base64
 import csv
@@ -27,8 +31,8 @@ def cell(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def flat(runs: Runs) -> list[dict[str, Any]]:
-    """Returns every attempt as a row: factors and responses are separate columns, with their units."""
+def attempt_rows(runs: Runs) -> list[dict[str, Any]]:
+    """Returns every attempt as a row, whose factors and responses are separate columns."""
     factors = list(dict.fromkeys(name for line in runs.lines for name in line["treatment"]))
     return [
         {
@@ -58,12 +62,13 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
     """Writes page, PNG and CSV files into `folder`, which is replaced; returns the page's path.
 
+    `command`: the command that writes this report, for its reader; `order`: the content of order.json, if it is known.
     An existing folder stays until the new one is complete. Raises `ValueError` if the folder has other content.
     """
     new_folder = start_replacement(folder, PAGE)
     alpha = verdicts[0].alpha
     responses = [_write_response(runs, verdict.response, alpha, new_folder) for verdict in verdicts]
-    attempts = flat(runs)
+    attempts = attempt_rows(runs)
     attempts_csv = as_csv(attempts)
     (new_folder / "runs.csv").write_text(attempts_csv)
     verdict_rows = tables.verdicts_table(verdicts)

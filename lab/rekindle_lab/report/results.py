@@ -1,4 +1,7 @@
-"""Writes a campaign for `bench/results/`: a Markdown page with all tables, and the raw data for the plots."""
+"""Writes the results of a campaign for `lab/results/campaigns`: a Markdown page with all tables, and the raw data.
+
+A campaign is one of our experiments (lab/campaigns). Entry point: `publish`. No figure of the page is written by hand.
+"""
 
 import gzip
 import shutil
@@ -39,11 +42,11 @@ def publish(
 
 
 def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -> str:
-    """Formats the page. No figure of the page is written by hand."""
+    """Formats the page: the runs, the verdicts and averages of all responses, then the tables of each."""
     versions = ", ".join(f"{name} {version}" for name, version in runs.versions.items())
-    made = f"Made by `{made_by}`, on" if made_by else "Made on"
+    origin = f"Made by `{made_by}`, on" if made_by else "Made on"
     parts = [f"# Campaign `{runs.experiment}`: measured", question]
-    parts += [f"{made}: {versions or 'not known'}.", _describe_runs(runs)]
+    parts += [f"{origin}: {versions or 'not known'}.", _describe_runs(runs)]
     parts += ["## Does it differ?", pipes(tables.for_people(tables.verdicts_table(verdicts)))]
     parts += [_heading("##", "Averages"), pipes(tables.summary(verdicts))]
     for verdict in verdicts:
