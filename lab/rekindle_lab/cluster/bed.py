@@ -1,4 +1,9 @@
-"""Drives `tests/cluster/bed`: starts it, injects faults, watches; removes everything at the end."""
+"""Drives `tests/cluster/bed`: starts it, injects faults, watches; removes everything at the end (`bed`, `Bed`).
+
+The bed has three nodes of a Pacemaker cluster as containers, a store of checkpoints and a power switch, which fences
+nodes: it ends a node that does not answer, and reports so. One VM runs on a node, protected by checkpoints. A client
+requests the guest's counter (`counter`), and a watch records which QEMU runs the guest (`running`).
+"""
 
 import json
 import os
@@ -19,13 +24,19 @@ T = TypeVar("T")
 DEADLINE_S = 120.0
 NODES = ("n1", "n2", "n3")
 VM = "web"
+"""Name of the VM."""
 ADDRESS = "10.99.0.50"
+"""Address of the guest, as `tests/cluster/bed` sets it."""
 STORE = "tls://10.99.0.100:7001/web"
-
-
+"""URL of the VM's store."""
+ANSWERS_BEFORE_QUERIES = 10
+"""Number of answers of the guest before Pacemaker is queried."""
+COUNTER_EVERY_MS = 20
+"""Milliseconds between two requests of the client."""
 PACEMAKER_POLL_S = 0.25
 """Seconds between queries to Pacemaker, each of which starts processes."""
 BEAT_DEADLINE_S = 10.0
+"""Deadline for a beat of the watch, of which there are two a second."""
 
 
 class BedError(Exception):
@@ -92,7 +103,14 @@ class Bed:
         self.stop_client()
         in_client_network = [str(self.root / "tests/cluster/bed"), "client"]
         program = [sys.executable, str(Path(__file__).parent / "counter.py")]
-        command = [*in_client_network, *program, ADDRESS, str(self.counter_file), "20", str(patience_s)]
+        command = [
+            *in_client_network,
+            *program,
+            ADDRESS,
+            str(self.counter_file),
+            str(COUNTER_EVERY_MS),
+            str(patience_s),
+        ]
         self.client = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
 
     def stop_client(self) -> None:
@@ -116,7 +134,7 @@ class Bed:
         return read_events(self.folder)
 
     def fenced_us(self, node: str, since_us: int) -> int | None:
-        """Returns when the power switch had ended a node."""
+        """Returns when the power switch had ended a node since `since_us`; both in microseconds since 1970."""
         switched_off = f"switch off {node} rc=0"
         fencings = (event for event in self.events() if event.text == switched_off and event.s * 1e6 >= since_us)
         return next((int(event.s * 1e6) for event in fencings), None)
@@ -158,8 +176,10 @@ class Bed:
         called_us = time.time_ns() // 1000
 
         def qemus_in_new_beat() -> list[tuple[int, str]] | None:
-            last = next((event for event in reversed(self.watch_events()) if "beat" in event), None)
-            return [(pid, node) for pid, node in last["beat"]] if last and last["host_us"] > called_us else None
+            last_beat = next((event for event in reversed(self.watch_events()) if "beat" in event), None)
+            if last_beat is None or last_beat["host_us"] <= called_us:
+                return None
+            return [(pid, node) for pid, node in last_beat["beat"]]
 
         qemus = wait_for("the watch over the QEMUs", qemus_in_new_beat, BEAT_DEADLINE_S)
         if len(qemus) != 1:
@@ -191,10 +211,10 @@ class Bed:
         return self._checkpoints
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
-        """Waits until all nodes are members and the client is answered; then returns the next `checkpoints`."""
+        """Waits until all nodes are members and the client is answered; then returns the next `checkpoints` events."""
         answers_before = len(self.answers())
         # Does not query Pacemaker before the first answers, since queries use the processor and delay a fail-over.
-        wait_for("answers", lambda: len(self.answers()) > answers_before + 10)
+        wait_for("answers", lambda: len(self.answers()) > answers_before + ANSWERS_BEFORE_QUERIES)
         last_number = max((event["number"] for event in self.checkpoints()), default=0)
 
         def all_online() -> bool:
@@ -208,13 +228,14 @@ class Bed:
         wait_for("all nodes to be online", all_online, every_s=PACEMAKER_POLL_S)
 
         def enough_new_checkpoints() -> list[dict[str, Any]] | None:
-            new = [event for event in self.checkpoints() if event["number"] > last_number]
-            return new[-checkpoints:] if len(new) > checkpoints else None
+            new_events = [event for event in self.checkpoints() if event["number"] > last_number]
+            return new_events[-checkpoints:] if len(new_events) > checkpoints else None
 
         # The first checkpoint is omitted, since it may have waited for earlier work.
         return wait_for("checkpoints", enough_new_checkpoints, every_s=0.1)
 
     def _online(self) -> set[str]:
+        """Returns the nodes that Pacemaker lists as online, by the first node that is on."""
         for node in NODES:
             if self.pid(node) is not None:
                 text = self.call("run", node, "crm_mon", "-1", check=False)

@@ -61,7 +61,7 @@ def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Counter
     >>> list(drops([Answer(0, 5), Answer(100_000, 6), Answer(900_000, 4), Answer(1_000_000, 5)]))[0].back
     2
     """
-    highest_tick, previous = 0, None
+    highest_tick, previous = 0, None  # the highest since the last drop
     for answer in answers:
         if previous is not None:
             drop = CounterDrop(previous, highest_tick, answer)
@@ -105,10 +105,10 @@ def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE)
 
 def main() -> None:
     """Runs the client with the arguments of the command line."""
-    address, out, *rest = sys.argv[1:]
+    address, out, *options = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    every_ms = int(rest[0]) if rest else 20
-    patience_s = float(rest[1]) if len(rest) > 1 else PATIENCE
+    every_ms = int(options[0]) if options else 20
+    patience_s = float(options[1]) if len(options) > 1 else PATIENCE
     watch(address, Path(out), every_ms / 1000, patience_s)
 
 

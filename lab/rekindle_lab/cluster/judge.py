@@ -51,11 +51,11 @@ def losses(starts: Sequence[running.GuestStart], answers: Iterable[counter.Answe
     [3]
     """
     all_answers = list(answers)
-    found = []
+    losses_by_start = []
     for previous, start in pairwise(starts):
         ticks = [answer.tick for answer in all_answers if previous.begin_us <= answer.host_us < start.begin_us]
-        found.append(Loss(start, last_seen=max(ticks, default=0)))
-    return found
+        losses_by_start.append(Loss(start, last_seen=max(ticks, default=0)))
+    return losses_by_start
 
 
 def find_faults(

@@ -6,9 +6,10 @@ The watch writes JSON lines: one each time a guest starts or stops running ({"pi
 the first tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), from which a restored guest
 continues; and, twice a second, one with the present QEMUs ({"beat": [[pid, node], ...], "host_us"}).
 
-The watch finds a QEMU of the VM by its arguments, among the processes of the whole machine, and reaches it through the
-root of its node. A frozen QEMU counts as running, since it might continue.
-Needs only Python itself, and little processor time, since it runs during measurements.
+`Watch` is the recorder; `spans`, `overlaps` and `starts` read its records. The watch finds a QEMU of the VM by its
+arguments, among the processes of the whole machine, and reaches it through the root of its node. A frozen QEMU counts
+as running, since it might continue. Needs only Python itself, and little processor time, since it runs during
+measurements.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ INSPECT_NEW_S = 1.0
 INSPECT_ALL_EVERY_S = 2.0
 """Seconds between inspections of all processes."""
 BEAT_EVERY_S = 0.5
+"""Seconds between two lines with the present QEMUs, which show that the watch is alive."""
 TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
+"""A line of the guest's console: the count, and the guest's time in seconds."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ def starts(events: Iterable[dict[str, Any]]) -> list[GuestStart]:
             first_runs.setdefault(pid, GuestStart(pid, event["node"], event["host_us"], None))
         elif "tick" in event:
             first_ticks.setdefault(pid, event["tick"])
-    found = [replace(start, tick=first_ticks.get(pid)) for pid, start in first_runs.items()]
-    return sorted(found, key=lambda start: start.begin_us)
+    with_ticks = [replace(start, tick=first_ticks.get(pid)) for pid, start in first_runs.items()]
+    return sorted(with_ticks, key=lambda start: start.begin_us)
 
 
 class Console:
@@ -183,6 +186,7 @@ class Qemu:
 
 
 def _node(pid: int) -> str:
+    """Returns the node in which a process runs, `?` if the process has ended."""
     try:
         return Path(f"/proc/{pid}/root/run/node").read_text().strip()
     except OSError:
@@ -213,17 +217,17 @@ class Processes:
             self._all_inspected_at = now
         names = [name for name in os.listdir(self.machine) if name.isdigit()]  # noqa: PTH208
         self._seen = {name: self._seen.get(name, now) for name in names}
-        found: dict[int, Path | None] = {}
-        for name, since in self._seen.items():
-            if not inspect_all and now - since > INSPECT_NEW_S:
+        console_by_pid: dict[int, Path | None] = {}
+        for name, seen_since in self._seen.items():
+            if not inspect_all and now - seen_since > INSPECT_NEW_S:
                 continue
             with contextlib.suppress(OSError):
                 command_line = (self.machine / name / "cmdline").read_bytes()
                 if wanted in command_line:
                     log = re.search(rb"logfile=([^,\0]+)", command_line)
                     root = self.machine / name / "root"
-                    found[int(name)] = root / log[1].decode().lstrip("/") if log else None
-        return found
+                    console_by_pid[int(name)] = root / log[1].decode().lstrip("/") if log else None
+        return console_by_pid
 
 
 class Watch:
@@ -240,15 +244,15 @@ class Watch:
 
     def run(self) -> None:
         """Watches until this process is ended."""
-        searched = reported = 0.0
+        last_search = last_beat = 0.0
         while True:
             now = time.monotonic()
-            if now - searched >= POLL_S:
-                searched = now
+            if now - last_search >= POLL_S:
+                last_search = now
                 self.find_qemus(now)
                 self.read_first_ticks()
-            if now - reported >= BEAT_EVERY_S:
-                reported = now
+            if now - last_beat >= BEAT_EVERY_S:
+                last_beat = now
                 self.write({"beat": [[qemu.pid, qemu.node] for qemu in self.qemus.values()]})
             ready, _, _ = select.select([qemu.socket for qemu in self.qemus.values()], [], [], POLL_S)
             for qemu in [qemu for qemu in self.qemus.values() if qemu.socket in ready]:

@@ -1,4 +1,8 @@
-"""QEMU's own `cpr-transfer` (QEMU 10 and later): the peer of a warm VMM reboot.
+"""QEMU's own `cpr-transfer` (QEMU 10 and later), which replaces a QEMU under its guest: the peer of a warm VMM reboot.
+
+A peer is another way to do what Rekindle does, which it is compared with. `CprVm` is a guest of the peer, and
+`CprVm.reboot` the measured operation. The source is the QEMU that the guest leaves, the destination the new one; state
+goes over two channels: open descriptors over the cpr channel, everything else over the main one.
 
 The peer is set up as QEMU's documentation describes (docs/devel/migration/CPR.rst, example 2), with the hardware of the
 Rekindle VM that it is compared with, and with every known advantage:
@@ -22,7 +26,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +37,10 @@ from rekindle_lab.qmp import Qmp, QmpError
 
 START_DEADLINE_S = 60.0
 """Deadline for the start of a QEMU."""
+
+
+RETRY_S = 0.002
+"""Seconds between two attempts to hand the descriptors over. They are part of no measured time: the guest runs."""
 
 
 class PeerError(Exception):
@@ -46,7 +54,9 @@ class Handover:
     command_host_us: int
     """When the destination QEMU was started."""
     stop_host_us: int
+    """When the source stopped the guest."""
     resume_host_us: int
+    """When the destination resumed it."""
     downtime_ms: int | None
     """Total time as reported by QEMU itself."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -79,13 +89,8 @@ def arguments(
     words = list(command_line)
     if words and not words[0].startswith("-"):
         words.pop(0)  # the binary
-    result: list[str] = []
-    index = 0
-    while index < len(words):
-        option = words[index]
-        has_value = index + 1 < len(words) and not words[index + 1].startswith("-")
-        value = words[index + 1] if has_value else None
-        index += 2 if has_value else 1
+    result = []
+    for option, value in _options(words):
         if option in ("-S", "-incoming") or (option == "-global" and value == "migration.send-configuration=off"):
             continue
         if option == "-machine" and value is not None:
@@ -100,11 +105,20 @@ def arguments(
     return result
 
 
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Splits a command line into options, each with its value if it has one."""
+    index = 0
+    while index < len(words):
+        has_value = index + 1 < len(words) and not words[index + 1].startswith("-")
+        yield words[index], words[index + 1] if has_value else None
+        index += 2 if has_value else 1
+
+
 def _replace_paths(text: str, paths: dict[str, str]) -> str:
     if not paths:
         return text
-    longest_first = sorted(paths, key=len, reverse=True)
-    return re.sub("|".join(re.escape(path) for path in longest_first), lambda match: paths[match[0]], text)
+    longest_first = sorted(paths, key=len, reverse=True)  # one path can be the start of another
+    return re.sub("|".join(map(re.escape, longest_first)), lambda match: paths[match[0]], text)
 
 
 def _channel(kind: str, path: Path) -> dict[str, Any]:
@@ -141,9 +155,12 @@ class CprVm:
         self._vmm_directory = vmm_directory
         self._taps = taps
         self._generation = 0
+        """Number of replacements; each QEMU has a folder of its own."""
         folder.mkdir(parents=True)
         self._process: subprocess.Popen[bytes] | None = None
+        """The QEMU that has the guest."""
         self._next: subprocess.Popen[bytes] | None = None
+        """The destination, during a replacement."""
         try:
             self._process = self._spawn(incoming=None)
             self._qmp = self._connect(self._process)
@@ -156,6 +173,7 @@ class CprVm:
         return self._folder / str(self._generation)
 
     def _spawn(self, incoming: Path | None) -> subprocess.Popen[bytes]:
+        """Starts a QEMU; `incoming`: the cpr channel's socket of a destination."""
         self._directory.mkdir()
         destination_arguments = arguments(
             self._command_line,
@@ -186,7 +204,7 @@ class CprVm:
             return "(nothing)"
 
     def reboot(self) -> Handover:
-        """Replaces the QEMU. After a failure the peer is unusable and should be stopped."""
+        """Replaces the QEMU, with the commands of QEMU's document. After a failure the peer should be stopped."""
         if self._process is None:
             raise PeerError("the peer is not running")
         source, source_qmp = self._process, self._qmp
@@ -239,7 +257,7 @@ class CprVm:
                     raise PeerError(f"cpr-transfer: {error}") from error
             if self._next.poll() is not None or time.monotonic() > deadline:
                 raise PeerError(f"the new QEMU does not listen at {cpr_socket}; its log: {self._log()}")
-            time.sleep(0.002)
+            time.sleep(RETRY_S)
 
     def stop(self) -> None:
         """Ends the QEMUs and removes their files. The taps stay open: they belong to the caller."""

@@ -51,7 +51,7 @@ def destination_arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[
     while "-incoming" in arguments:  # of the source's own start, if that was a restore
         index = arguments.index("-incoming")
         del arguments[index : index + 2]
-    text = "\n".join(arguments)
+    text = "\n".join(arguments)  # in which file names are searched
     new_paths = {vm.vmm_directory: str(folder)}
     new_paths |= {path: str(folder / "console.log") for path in re.findall(r"logfile=([^,\n]+)", text)}
     new_paths |= {path: str(ram) for path in re.findall(r"mem-path=([^,\n]+)", text)}

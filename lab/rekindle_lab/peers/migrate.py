@@ -32,6 +32,8 @@ __all__ = ["LIVE", "Migrated", "NotConvergedError", "Vm", "destination_arguments
 
 CONVERGE_S = 60.0
 """Seconds after which a migration that has not stopped the guest counts as not converging."""
+UNLIMITED_BYTES_PER_S = 1 << 50
+"""Bandwidth limit of a migration, above that of any link: none."""
 LIVE = {"live": 300, "live-20ms": 20, "live-2ms": 2}
 """Live migrations, with their downtime limits in ms."""
 
@@ -45,7 +47,9 @@ class Migrated:
     """One migration. Times by the host clock are microseconds since 1970."""
 
     stop_host_us: int
+    """When the source stopped the guest."""
     resume_host_us: int
+    """When the destination resumed it."""
     total_us: int
     """From the command until the guest runs in the destination, with all of its memory."""
 
@@ -63,7 +67,7 @@ def migrate(source: Qmp, target: Qmp, how: str) -> Migrated:
     for qemu in (source, target):
         qemu.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
     downtime_limit = {"downtime-limit": LIVE[how]} if how in LIVE else {}
-    source.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50, **downtime_limit})
+    source.execute("migrate-set-parameters", {"max-bandwidth": UNLIMITED_BYTES_PER_S, **downtime_limit})
     target.execute("migrate-incoming", {"uri": uri})
     source.forget_events()
     target.forget_events()

@@ -22,11 +22,14 @@ from typing import Any
 from rekindle_lab.netns import Tap
 from rekindle_lab.peers.cpr import PeerError
 from rekindle_lab.peers.destination import Vm, resume, running_destination, wait_completed
+from rekindle_lab.peers.migrate import UNLIMITED_BYTES_PER_S
 from rekindle_lab.qmp import Qmp, QmpError
 
 WAYS = ("background-snapshot", "mapped-ram", "full")
+"""The ways to save a guest, as described above; the first two are capabilities of QEMU's migration."""
 _CAPABILITIES = ("background-snapshot", "mapped-ram", "events")
 SAVE_DEADLINE_S = 120.0
+"""Deadline for each of the events that a save or a restore waits for."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
     if how in ("background-snapshot", "mapped-ram") and how not in known:
         raise PeerError(f"this QEMU has no {how}")
     _set_capabilities(qmp, [how, "events"], known)
-    qmp.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
+    qmp.execute("migrate-set-parameters", {"max-bandwidth": UNLIMITED_BYTES_PER_S})
     qmp.forget_events()
     started = time.monotonic()
     try:
@@ -75,10 +78,12 @@ def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
         raise PeerError(f"{how}: {error}; QEMU reports: {state.get('error-desc', state.get('status'))}") from error
     finally:
         _set_capabilities(qmp, [], known)
-    return SaveResult(stopped.host_us, resumed.host_us, took_us, path.stat().st_blocks * 512)
+    bytes_on_disk = path.stat().st_blocks * 512  # the unit of st_blocks, by stat(2)
+    return SaveResult(stopped.host_us, resumed.host_us, took_us=took_us, bytes=bytes_on_disk)
 
 
 def _set_capabilities(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
+    """Turns the `wanted` capabilities on and the others off, of those that this QEMU has (`known`)."""
     settings = [{"capability": name, "state": name in wanted} for name in _CAPABILITIES if name in known]
     qmp.execute("migrate-set-capabilities", {"capabilities": settings})
 
@@ -90,6 +95,7 @@ class RestoreResult:
     restore_us: int
     """From the start of QEMU's process to the RESUME event."""
     steps: list[dict[str, Any]]
+    """Steps as in the JSON of a reboot: phase, step, start_host_us, us."""
 
 
 def restore(
