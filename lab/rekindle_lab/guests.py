@@ -1,4 +1,8 @@
-"""Defines the guests of experiments: images from `tests/images/build`, VM definitions, the check that one is ready."""
+"""Defines the guests of experiments: images from `tests/images/build`, VM definitions, the check that one is ready.
+
+`build` makes an image, `Guest.write` the VM definition that `rekindle run` starts, `Guest.wait_ready` waits for its
+boot. Each guest has a service for commands (`Guest.command`), and one that clients measure (`Guest.service_url`).
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Leaks of kernel memory in a guest, made by the module `tests/images/leak`."""
+"""Leaks of kernel memory in a guest, made by the kernel module `tests/images/leak`, and the guest's memory figures.
+
+An experiment leaks memory (`Leaky.leak`), reboots, and compares the figures (`Leaky.memory`) to see what was recovered.
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from rekindle_lab.os_guest import OsGuest
 from rekindle_lab.rekindle import RekindleError
 
 LEAK_PORT = 7003
+"""Port at which a micro guest accepts commands for the module: `get`, and `set PARAMETER VALUE`."""
 PARAMETERS = "/sys/module/rekindle_leak/parameters"
 
 

@@ -1,4 +1,7 @@
-"""Runs a private libvirtd for an experiment, run by another user, with all of its directories in one folder."""
+"""Runs a private libvirtd for an experiment (`daemon`), as another user, with all of its directories in one folder.
+
+`tap` makes a guest's network interface, `create` starts a guest by libvirt, and `Domain` accesses the guest.
+"""
 
 import pwd
 import shutil
@@ -14,8 +17,10 @@ from pathlib import Path
 from rekindle_lab.guests import COMMAND_PORT, KERNEL_WORDS, Image
 
 USER = "nobody"
+"""The user of the daemon and its guests."""
 START_DEADLINE_S = 60.0
 TUN = Path("/dev/net/tun")
+# Environment variables by which libvirtd finds its directories, with their names in its folder.
 _DIRECTORIES = {
     "HOME": "home",
     "XDG_RUNTIME_DIR": "run",
@@ -142,7 +147,7 @@ def _run(*command: str) -> None:
 
 def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str, card: str, address: str) -> Domain:
     """Starts a transient domain of type qemu. `card`: the guest's tap; `address`: the guest's address, with prefix."""
-    files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
+    files = {file: libvirt.owned(image.folder / file, file) for file in ("vmlinuz", "initrd", "disk.raw")}
     console = libvirt.folder / "console.log"
     append = f"{KERNEL_WORDS} root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"
     xml = f"""

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -28,15 +29,9 @@ def machine_versions() -> dict[str, str]:
     import pandas
     import scipy
 
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    model_name = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    cpu = model_name[1].strip() if model_name else platform.machine()
+    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])  # its first line is MemTotal
     cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "linux": platform.release(),

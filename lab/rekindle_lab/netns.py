@@ -15,6 +15,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# From Linux's headers sched.h and if_tun.h, since Python has no names for them.
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -51,7 +52,7 @@ class Tap:
         self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         try:
             flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
-            fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH22x", ifname.encode(), flags))
+            fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH22x", ifname.encode(), flags))  # struct ifreq
             os.set_inheritable(self.fd, True)
             _ip("link", "set", ifname, "netns", netns)
             _ip("-n", netns, "address", "add", address, "dev", ifname)
@@ -66,7 +67,10 @@ class Tap:
 
 
 def inside(netns: str, function: Callable[[], T]) -> T:
-    """Runs `function` in a network namespace, on a separate thread, and returns its result."""
+    """Runs `function` in a network namespace, and returns its result.
+
+    A namespace belongs to a thread, so that a separate one enters it and the caller stays in its own.
+    """
     outcome: list[T] = []
     failure: list[BaseException] = []
 

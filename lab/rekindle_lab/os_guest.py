@@ -25,6 +25,9 @@ PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": (
 PATHS = {"micro": "/bytes/16384"}
 """The requested page, of 16 KiB: served by micro's own server, or by nginx in other guests."""
 MICRO_DISK_BYTES = 16 << 20
+SECTOR_BYTES = 512
+PARTITION_START_SECTOR = 2048
+"""First sector of the partition on debian's disk: 1 MiB, as partitioning tools choose it."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,18 @@ def make_disk(kind: str, image: Image, path: Path) -> None:
         guests.copy_sparse(image.folder / "data.raw", path)
     else:
         source = image.folder / "disk.raw"
-        sectors = source.stat().st_size // 512
+        sectors = source.stat().st_size // SECTOR_BYTES
         run("dd", f"if={source}", f"of={path}", "bs=1M", "seek=1", "conv=sparse", "status=none")
+        # The first entry of a DOS partition table: not bootable; start, type 0x83 (Linux) and end, both places given
+        # as beyond cylinders; then start and length in sectors.
         entry = bytes([0, 0xFE, 0xFF, 0xFF, 0x83, 0xFE, 0xFF, 0xFF])
-        table = entry + (2048).to_bytes(4, "little") + sectors.to_bytes(4, "little")
+        entry += PARTITION_START_SECTOR.to_bytes(4, "little") + sectors.to_bytes(4, "little")
         with path.open("r+b") as file:
-            file.truncate((sectors + 2048) * 512)
-            file.seek(446)
-            file.write(table)
+            file.truncate((PARTITION_START_SECTOR + sectors) * SECTOR_BYTES)
+            file.seek(446)  # of the table in the first sector
+            file.write(entry)
             file.seek(510)
-            file.write(b"\x55\xaa")
+            file.write(b"\x55\xaa")  # the sector's signature
 
 
 def debug_port(path: Path) -> list[str]:

@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 0.1
 ANSWER_TIMEOUT_S = 2.0
 """Timeout of the answer after a connection in seconds."""
 WAIT_S = 300.0
+"""Deadline for a number of answers."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class PageClient:
 
     def _ask_repeatedly(self) -> None:
         while not self._stopped.is_set():
-            begin = time.monotonic_ns()
+            begin_ns = time.monotonic_ns()
             if self.ask_once():
-                took = (time.monotonic_ns() - begin) // 1000
-                self.answers.append(Answer(time.time_ns() // 1000, took))
-            self._stopped.wait(max(0.0, REQUEST_EVERY_S - (time.monotonic_ns() - begin) / 1e9))
+                took_us = (time.monotonic_ns() - begin_ns) // 1000
+                self.answers.append(Answer(time.time_ns() // 1000, took_us))
+            self._stopped.wait(max(0.0, REQUEST_EVERY_S - (time.monotonic_ns() - begin_ns) / 1e9))
 
     def ask_once(self) -> bool:
         """Returns whether one request is answered completely."""

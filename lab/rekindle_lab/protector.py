@@ -1,4 +1,8 @@
-"""Runs `rekindle protect` as a child process of an experiment, and records its events and its resource use."""
+"""Runs `rekindle protect` as a child process of an experiment, and records its events and its resource use.
+
+A protector takes checkpoints of a running guest and commits them to a store. It prints an event as a JSON line for
+each: `{"event": "checkpoint", "number": 7, ...}`. `protected` runs one while a body runs; `detach` ends the protection.
+"""
 
 import json
 import os
@@ -17,6 +21,7 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.stores import Store
 
 START_DEADLINE_S = 120.0
+"""Deadline for an event, such as the first checkpoint."""
 END_DEADLINE_S = 300.0
 
 
@@ -35,10 +40,9 @@ class Protector:
     def __init__(
         self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *options: str
     ) -> None:
-        """Starts the protector. Without a `policy` it uses Rekindle's default."""
+        """Starts a protector, with a checkpoint `every` ("2s"); without `policy`, by Rekindle's default."""
         command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
-        command += ["--create-store"]
-        command += ["--every", every, *(["--policy", policy] if policy else []), *options]
+        command += ["--create-store", "--every", every, *(["--policy", policy] if policy else []), *options]
         self._command = command
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -95,9 +99,9 @@ class Protector:
                     return events
                 seconds_left = deadline - time.monotonic()
                 if self._ended or seconds_left <= 0:
-                    what = "ended" if self._ended else f"gave no {kind} number {count} within {timeout:g} s"
-                    output = "".join(self._errors)[-2000:].strip()
-                    raise RekindleError(f"{' '.join(self._command[1:])}: {what}; its output: {output or '(nothing)'}")
+                    problem = "ended" if self._ended else f"gave no {kind} number {count} within {timeout:g} s"
+                    output = "".join(self._errors)[-2000:].strip() or "(nothing)"
+                    raise RekindleError(f"{' '.join(self._command[1:])}: {problem}; its output: {output}")
                 self._changed.wait(seconds_left)
 
     def stop(self) -> ResourceUse:

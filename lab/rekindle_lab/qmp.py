@@ -1,4 +1,8 @@
-"""A small QMP client: commands in turn, and events with QEMU's own time stamps (microseconds of the host's clock)."""
+"""A small client of QMP, QEMU's control protocol: JSON lines on a unix socket.
+
+Commands are executed one after the other; events, which QEMU sends at any time, are kept with QEMU's own time stamps
+(microseconds of the host's clock).
+"""
 
 import json
 import socket

@@ -1,6 +1,14 @@
-"""Reads the record of one reboot as a client saw it, and computes its figures.
+"""Reads the record of one reboot as a client saw it (`load`), and computes its figures (`Record`).
 
-A record is `{"how", "reboot": JSON of the reboot, "probe": JSON of the probe's report}`.
+A record is one JSON document, of which these keys are read; times are by the host's clock, since 1970:
+
+    {"how": "warm",                                         the way to reboot
+     "reboot": {"vms": [{"stopped_us", "stop_host_us", "resume_host_us",
+                         "from", "to": {"version": {"major", "minor"}},          QEMU before and after
+                         "steps": [{"phase", "step", "start_host_us", "us"}]}]},
+     "probe": {"started_unix_ns", "interval_ms", "intervals": [{"answered"}],    good answers in each interval
+               "gaps": [{"start_unix_ns", "length_us"}], "longest_gap_us",
+               "failed": {kind of failure: number}}}                             the client's report
 """
 
 import json
@@ -34,7 +42,9 @@ class Record:
 
     how: str
     vm: dict[str, Any]
+    """The VM's part of the JSON of the reboot."""
     probe: dict[str, Any]
+    """The client's report."""
 
     @property
     def stopped_ms(self) -> float | None:

@@ -1,4 +1,9 @@
-"""The `rekindle` command as the lab uses it: every call with `--json`, in a run directory of the experiment's own."""
+"""The `rekindle` command as the lab uses it: every call with `--json`, in a run directory of the experiment's own.
+
+`Rekindle` is one binary with one run directory, and has a method for each command. `Rekindle.probes` runs clients
+(`rekindle probe`) during a measured event; `gap_around` and `failed_requests` evaluate their reports, whose format
+`records.py` shows.
+"""
 
 import json
 import os
@@ -16,6 +21,9 @@ VMM_WAYS = ("warm", "saved", "cold")
 OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
 """Values of `--how` of `rekindle reboot os`."""
 COMMAND_DEADLINE_S = 900.0
+"""Deadline for a command: long, since without KVM a boot can take minutes."""
+MAX_ERROR_CHARS = 2000
+"""How much of the end of a command's output an error includes."""
 MARGIN_S = 0.4
 """Seconds for which a probe runs undisturbed before and after the measured event, so that its gap is distinct."""
 
@@ -66,7 +74,7 @@ class Rekindle:
             timeout=COMMAND_DEADLINE_S,
             check=False,
         )
-        output = (done.stderr.strip() or done.stdout.strip())[-2000:]
+        output = (done.stderr.strip() or done.stdout.strip())[-MAX_ERROR_CHARS:]
         if done.returncode not in ok:
             raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {done.returncode}: {output}")
         try:
@@ -122,7 +130,7 @@ class Rekindle:
                 try:
                     probe.report = last_json(out)
                 except ValueError as error:
-                    output = err.strip()[-2000:]
+                    output = err.strip()[-MAX_ERROR_CHARS:]
                     raise RekindleError(f"rekindle probe {url}: no report ({error}): {output}") from error
         finally:
             for process in running:

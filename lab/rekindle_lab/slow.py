@@ -28,13 +28,15 @@ class Slow:
     folder: Path
     """Mount point of the file system."""
     device: str
+    """Numbers of the device, as `7:3`."""
 
     def limit_rates(self, limit: Limit | None) -> None:
         """Limits the disk's rates, or removes the limits."""
-        rates = {"bps": limit.bytes_per_s if limit else 0, "iops": (limit.operations_per_s or 0) if limit else 0}
-        for what, rate in rates.items():
-            for way in ("read", "write"):
-                (THROTTLE / f"blkio.throttle.{way}_{what}_device").write_text(f"{self.device} {rate}")
+        bytes_per_s = limit.bytes_per_s if limit else 0  # 0: no limit
+        operations_per_s = limit.operations_per_s or 0 if limit else 0
+        for unit, rate in (("bps", bytes_per_s), ("iops", operations_per_s)):
+            for direction in ("read", "write"):
+                (THROTTLE / f"blkio.throttle.{direction}_{unit}_device").write_text(f"{self.device} {rate}")
 
 
 def can_be_slow() -> bool:
@@ -47,14 +49,14 @@ def loop_device(image: Path) -> Iterator[str]:
     """Makes a loop device on a file, for direct I/O. The device is removed with its last user, even after a kill."""
     device = run("losetup", "--find", "--show", "--direct-io=on", image)
     try:
-        held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
     finally:
         # The kernel detaches an open device only when the device is closed for the last time.
         run("losetup", "--detach", device)
     try:
         yield device
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 @contextmanager

@@ -1,6 +1,12 @@
-"""Statistics for timings with few samples, long tails and shared machines: medians and resampling, no normal curves."""
+"""Statistics for timings with few samples, long tails and shared machines: medians and resampling, no normal curves.
 
-from collections.abc import Sequence
+`compare` is the entry point: our values against a peer's. An interval is a 95 % percentile bootstrap interval: the same
+figure of many resamples, which are drawn with replacement; the interval holds the middle 95 % of them. A permutation
+test mixes both samples and splits them at random, many times: p is the share of splits that differ as much as ours and
+the peer's do.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,11 +14,14 @@ from scipy import stats
 
 SEED = 20100401
 """Seed of the resampling, so that one raw file always gives one result."""
+ALPHA = 0.05
+"""Accepted probability of a false difference."""
 RESAMPLES = 9999
 """Number of resamples: the smallest possible p is then 1 / 10,000."""
 
 
 def _sample(values: Sequence[float]) -> np.ndarray:
+    """Returns the values as an array. Raises `ValueError` unless they are finite numbers, at least one."""
     array = np.asarray(values, dtype=float)
     if array.ndim != 1 or array.size == 0:
         raise ValueError("a sample needs at least one value")
@@ -41,7 +50,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     sample = _sample(values)
     if sample.size < 2 or np.ptp(sample) == 0:
         return float(sample[0]), float(sample[0])
-    return _interval((sample,), lambda x, axis: np.median(x, axis=axis))
+    return _interval((sample,), np.median)
 
 
 def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
@@ -52,10 +61,15 @@ def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float,
     if np.ptp(our_sample) == 0 and np.ptp(peer_sample) == 0:
         ratio = float(our_sample[0] / peer_sample[0])
         return ratio, ratio
-    return _interval((our_sample, peer_sample), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis))
+
+    def ratio_of_medians(ours: np.ndarray, peer: np.ndarray, axis: int) -> np.ndarray:
+        return np.median(ours, axis=axis) / np.median(peer, axis=axis)
+
+    return _interval((our_sample, peer_sample), ratio_of_medians)
 
 
-def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float, float]:
+def _interval(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of `statistic`, a function of the samples along an axis."""
     result = stats.bootstrap(
         samples,
         statistic,
@@ -72,9 +86,13 @@ def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
     our_sample, peer_sample = _sample(ours), _sample(peer)
     if our_sample.size < 2 or peer_sample.size < 2:
         return 1.0
+
+    def difference_of_medians(ours: np.ndarray, peer: np.ndarray, axis: int) -> np.ndarray:
+        return np.median(ours, axis=axis) - np.median(peer, axis=axis)
+
     result = stats.permutation_test(
         (our_sample, peer_sample),
-        lambda x, y, axis: np.median(x, axis=axis) - np.median(y, axis=axis),
+        difference_of_medians,
         permutation_type="independent",
         vectorized=True,
         n_resamples=RESAMPLES,
@@ -94,14 +112,17 @@ class Comparison:
     n_ours: int
     n_peer: int
     ratio: float
+    """Our median over the peer's."""
     low: float
+    """`low` and `high` are the ends of the ratio's interval."""
     high: float
     p: float
+    """p of the permutation test."""
 
     @property
     def verdict(self) -> str:
         """`better`, `worse`, or `no clear difference`: the interval contains 1, or chance gives it once in 20 times."""
-        if self.p >= 0.05 or self.low <= 1.0 <= self.high:
+        if self.p >= ALPHA or self.low <= 1.0 <= self.high:
             return "no clear difference"
         return "better" if self.ratio < 1.0 else "worse"
 

@@ -1,4 +1,7 @@
-"""Makes stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS."""
+"""Makes stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS.
+
+`on_disk`, `on_slow_disk` and `over_tls` return a folder for stores; `Store.fresh` returns the store of one VM in it.
+"""
 
 import itertools
 import os
@@ -19,6 +22,7 @@ SLOW_OPERATIONS_PER_S = 120
 """With `SLOW_BYTES_PER_S`, the rates of the paper's hard drive."""
 START_DEADLINE_S = 30.0
 _numbers = itertools.count(1)
+"""Numbers of the stores, so that no two have the same path."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +132,8 @@ def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
         )
     try:
         _wait_listening(server, port, log)
-        client_options = (
-            "--cert",
-            str(keys / "client.pem"),
-            "--key",
-            str(keys / "client.key"),
-            "--ca",
-            str(keys / "ca.pem"),
-        )
+        files = {"--cert": "client.pem", "--key": "client.key", "--ca": "ca.pem"}
+        client_options = tuple(word for option, name in files.items() for word in (option, str(keys / name)))
         yield Store("tls", f"tls://127.0.0.1:{port}", stores, client_options)
     finally:
         server.terminate()

@@ -16,8 +16,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 COLOURS = {"warm": "#0072B2", "cpr-transfer": "#E69F00", "saved": "#009E73", "cold": "#D55E00"}
 MARKERS = {"warm": "o", "cpr-transfer": "s", "saved": "^", "cold": "D"}
 LINES = {"warm": "-", "cpr-transfer": "--", "saved": "-.", "cold": ":"}
+# Of a reboot, as bars above its throughput.
 PHASES = {"prepare": "#BBBBBB", "suspend": "#CC79A7", "renew": "#E69F00", "resume": "#56B4E9", "settle": "#777777"}
 FALLBACK = "#555555"
+"""Colour of what has none of its own."""
 
 
 def apply() -> None:

@@ -1,4 +1,7 @@
-"""Draws throughput over time around a reboot, with the reboot's phases: the paper's figure 8, and the demo's."""
+"""Draws throughput over time around a reboot (`draw`), with the reboot's phases: RootHammer's figure 8, and the demo's.
+
+A panel shows one reboot (`Record`): good answers per second, when the guest was stopped, and above it the phases.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A client of a web server that requests one file after the other, also across a reboot (`Client`), and its `rates`."""
+"""A client of a web server that requests one file after the other, also across a reboot (`Client`), and its `rates`.
+
+It has one connection, and so shows how fast the guest serves files: from its disk, its page cache or a retained cache.
+"""
 
 import http.client
 import random
@@ -16,6 +19,7 @@ from rekindle_lab.rekindle import RekindleError
 ANSWER_TIMEOUT_S = 1.0
 """Seconds without an answer after which the client sends its request again on a new connection."""
 WAIT_S = 600.0
+"""Deadline for a number of files."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Client:
         return connection
 
     def _run(self) -> None:
-        order = random.Random(1)
+        order = random.Random(1)  # a fixed seed: the same order in every run
         paths: list[str] = []
         while not self._stopped.is_set():
             try:
@@ -98,7 +102,7 @@ class SecondRate(NamedTuple):
 
 
 def rates(answers: list[Answer], begin: float, rebooted: float, well: float, end: float) -> list[SecondRate]:
-    """Returns the rates of each second from `begin` to `end`.
+    """Returns the rates of each second from `begin` to `end`. All times are by the monotonic clock, in seconds.
 
     Seconds before the reboot count from the reboot: the last one is -1. Seconds after it count from 1, from when all
     services of the guest answered again (`well`).

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rekindle_lab.guests import WORK_PORT
 
@@ -56,18 +56,31 @@ class Console:
         return lines
 
 
+class Mark(NamedTuple):
+    """Progress that was seen on the console: when, in seconds of the host's clock, and the number of finished units."""
+
+    at: float
+    units: float
+
+
 @dataclass
 class Window:
-    """A piece of work: the same for the same `what`, `count` and `first`. Times are seconds of the host's clock."""
+    """A piece of work, executed once. Times are seconds of the host's clock.
+
+    Progress is counted in units, such as compiled files. Between two marks it is interpolated: linearly or, in
+    `position`, at the speed at which another, undisturbed execution of the same work did that unit.
+    """
 
     what: str
+    """Kind of work: `compile` or `transcode`."""
     count: int
+    """Number of units of the whole work."""
     began: float = 0.0
     ended: float = 0.0
     digest: str = ""
     """Digest of the work's result."""
-    marks: list[tuple[float, int]] = field(default_factory=list)
-    """Times with the progress then, in units. After a restore, progress is that of the checkpoint."""
+    marks: list[Mark] = field(default_factory=list)
+    """After a restore, progress is that of the checkpoint."""
 
     @property
     def seconds(self) -> float:
@@ -76,32 +89,32 @@ class Window:
 
     def position(self, at: float, like: "Window") -> float:
         """Returns the progress at time `at`, in units; between two marks at the speed of `like`, undisturbed work."""
-        last_mark = bisect_right([time_s for time_s, _ in self.marks], at) - 1
+        last_mark = bisect_right(self.marks, at, key=lambda mark: mark.at) - 1
         if last_mark < 0:
             return 0.0
-        time_s, done = self.marks[last_mark]
-        return like.place(like.reached(done) + at - time_s)
+        mark = self.marks[last_mark]
+        return like.place(like.reached(mark.units) + at - mark.at)
 
-    def _all_marks(self) -> list[tuple[float, float]]:
-        """Returns time and progress of the begin, of each mark, and of the end."""
-        return [(self.began, 0.0), *((time_s, float(done)) for time_s, done in self.marks), (self.ended, self.count)]
+    def _all_marks(self) -> list[Mark]:
+        """Returns the marks, with the begin and the end."""
+        return [Mark(self.began, 0), *self.marks, Mark(self.ended, self.count)]
 
     def reached(self, position: float) -> float:
-        """Returns when the work reached `position` (seconds of the host's clock), by interpolation between marks."""
-        for (time_before, done_before), (time_after, done_after) in pairwise(self._all_marks()):
-            if done_after >= position:
-                advance = done_after - done_before
-                share = (position - done_before) / advance if advance > 0 else 1.0
-                return time_before + share * (time_after - time_before)
+        """Returns when the work reached `position` in units, by linear interpolation between marks."""
+        for before, after in pairwise(self._all_marks()):
+            if after.units >= position:
+                advance = after.units - before.units
+                share = (position - before.units) / advance if advance > 0 else 1.0
+                return before.at + share * (after.at - before.at)
         return self.ended
 
     def place(self, at: float) -> float:
-        """Returns the progress at time `at`, by interpolation between two marks."""
-        for (time_before, done_before), (time_after, done_after) in pairwise(self._all_marks()):
-            if time_after >= at:
-                duration = time_after - time_before
-                share = (at - time_before) / duration if duration > 0 else 1.0
-                return done_before + max(0.0, share) * (done_after - done_before)
+        """Returns the progress at time `at` in units, by linear interpolation between marks."""
+        for before, after in pairwise(self._all_marks()):
+            if after.at >= at:
+                duration = after.at - before.at
+                share = (at - before.at) / duration if duration > 0 else 1.0
+                return before.units + max(0.0, share) * (after.units - before.units)
         return float(self.count)
 
 
@@ -145,7 +158,10 @@ class Work:
         self._send_command("stop")
 
     def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
-        """Executes a piece of work, and returns its times. Calls `at` at each progress."""
+        """Executes a piece of work, from unit `first` on, and returns its times. Calls `at` after each mark.
+
+        The same `what`, `count` and `first` are the same work.
+        """
         window = Window(what, count)
         self._console.skip()
         self._send_command(f"{what} {count} {first}")
@@ -159,7 +175,7 @@ class Work:
                 if report[1] == b"begins":
                     window.began = now
                 elif report[1] == b"at":
-                    window.marks.append((now, int(argument)))
+                    window.marks.append(Mark(now, int(argument)))
                     if at is not None:
                         at(window)
                 else:

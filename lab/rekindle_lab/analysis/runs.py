@@ -162,7 +162,8 @@ def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions:
     """Reads runs, and the order from the folder of `path` if there is one."""
     order_path = path.parent / "order.json"
     order = Order.load(order_path) if order_path.exists() else None
-    allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
+    allowed_kinds = {"missing": allow_missing, "versions": allow_versions}
+    allow = frozenset(kind for kind, is_allowed in allowed_kinds.items() if is_allowed)
     return read(path, order=order, factor=factor, allow=allow)
 
 
@@ -324,8 +325,8 @@ class _Checker:
         number, block = line.entries["run"], line.entries["block"]
         for factor, level in planned.treatment.items():
             if treatment[factor] != level:
-                what = f"'{treatment[factor]}'; the order has '{level}' for run {number}"
-                self.report(line.row, f"treatment.{factor}", what)
+                difference = f"'{treatment[factor]}'; the order has '{level}' for run {number}"
+                self.report(line.row, f"treatment.{factor}", difference)
         if block != planned.block:
             self.report(line.row, "block", f"{block}; the order has {planned.block} for run {number}")
 

@@ -169,7 +169,7 @@ def command(
     Example: rekindle-lab model --paper jboss --simulate
     """
     try:
-        given = load_parameters(
+        inputs = load_parameters(
             paper=paper,
             file=parameters,
             results=measured,
@@ -178,19 +178,19 @@ def command(
             os_downtime_s=os_downtime_s,
         )
         if moves is not None:
-            given = with_moves(given, moves, move_guest, move_load, move_vms)
-        timers = given.timers
-        given = given.at(
+            inputs = with_moves(inputs, moves, move_guest, move_load, move_vms)
+        timers = inputs.timers
+        inputs = inputs.at(
             Timers(
                 timers.vmm_interval_s if vmm_interval_d is None else vmm_interval_d * DAY_S,
                 timers.os_interval_s if os_interval_d is None else os_interval_d * DAY_S,
             )
         )
-        document = results(given, hosts)
+        document = results(inputs, hosts)
         if simulation:
-            document["simulated"] = compare_with_simulation(given, seed)
+            document["simulated"] = compare_with_simulation(inputs, seed)
         if figures_to is not None:
-            document["figures"] = [str(path) for path in write_figures(None if paper else given, figures_to)]
+            document["figures"] = [str(path) for path in write_figures(None if paper else inputs, figures_to)]
     except (ParameterError, OSError) as error:
         raise fail("model", error) from error
     print(json.dumps(document) if as_json else text(document))

@@ -212,8 +212,8 @@ def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, 
             raise DefinitionError(f'{where}: {key}: {names!r}; it must be a list of names, as ["{known_names[0]}"]')
         unknown = [name for name in names if name not in known_names]
         if unknown or not names:
-            what = f"'{unknown[0]}' was not measured" if unknown else "is empty"
-            raise DefinitionError(f"{where}: {key}: {what}; there are: {', '.join(known_names)}")
+            problem = f"'{unknown[0]}' was not measured" if unknown else "is empty"
+            raise DefinitionError(f"{where}: {key}: {problem}; there are: {', '.join(known_names)}")
         allowed[key] = tuple(names)
     vms = Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)
     name_problem = _name_problem(vms.name) or _name_problem(vms.names[-1])
