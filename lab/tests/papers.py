@@ -1,4 +1,4 @@
-"""RootHammer's parameters, and a result of the models for them."""
+"""RootHammer's parameters (section 5.5: JBoss; sections 6.1 and 6.2: cluster), and results of the models for them."""
 
 from rekindle_lab.models import throughput
 from rekindle_lab.models.availability import availability
@@ -8,6 +8,7 @@ JBOSS, CLUSTER = ROOTHAMMER_JBOSS, ROOTHAMMER_CLUSTER
 
 
 def availability_of(parameters, technique, timers=None):
+    """Returns the availability (share of time, to 1) with a technique, at other timers than the paper's if given."""
     return availability(parameters.technique(technique), parameters.os, timers or parameters.timers)
 
 

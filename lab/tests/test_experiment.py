@@ -7,6 +7,7 @@
 - The `leaves` of a run are the names of what it makes, which `clear` removes if a kill has left it.
 """
 
+import errno
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ class FakeRunner:
         end = self.ends.get(call)
         if end is not None:
             end()
-        value = 100.0 + planned.run if settings["how"] == "cold" else 10.0 + planned.run
+        value = planned.run + (100.0 if settings["how"] == "cold" else 10.0)
         return Measured({"downtime_s": value}, [{"t_s": 0.0, "raw": planned.run}], {"fake": "1"})
 
 
@@ -84,7 +85,7 @@ def run_session(folder, runner, experiment=None, **options):
 
 
 def lines(folder):
-    """Returns the lines of the finished runs."""
+    """Returns the lines of the finished runs, parsed."""
     return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
 
 
@@ -94,6 +95,7 @@ def fail_run():
 
 
 def test_a_session_executes_the_committed_order_and_records_each_run(tmp_path):
+    """Two levels with 4 replications: 8 runs, in the order of order.json, whose digest is in each line."""
     folder = tmp_path / "out"
     runs_left, messages = run_session(folder, FakeRunner(tmp_path / "log"))
     assert runs_left == 0
@@ -122,6 +124,7 @@ def test_the_order_is_on_disk_before_the_first_run(tmp_path):
 
 
 def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
+    """16 replications of two levels in 4 blocks: each block has each level 4 times."""
     experiment = made_up_experiment(replications=16, blocks=4)
     runs = order.draw(experiment)
     for block in range(1, 5):
@@ -135,11 +138,11 @@ def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
 
 
 def test_the_order_is_fully_random():
-    # Over many seeds, each place in the order has each level equally often.
-    firsts = Counter(
+    """Over many seeds, the first run has each level equally often."""
+    first_levels = Counter(
         order.draw(made_up_experiment(seed=seed, blocks=1))[0].treatment["technique"] for seed in range(400)
     )
-    assert abs(firsts["cold"] - 200) < 3 * 10  # three standard deviations: sqrt(400 / 4) = 10
+    assert abs(first_levels["cold"] - 200) < 3 * 10  # three standard deviations: sqrt(400 / 4) = 10
 
 
 def test_a_changed_order_or_that_of_another_experiment_is_rejected(tmp_path):
@@ -155,6 +158,7 @@ def test_a_changed_order_or_that_of_another_experiment_is_rejected(tmp_path):
 
 
 def test_a_second_session_at_the_same_time_is_rejected(tmp_path):
+    """The ledger has a lock, which the end of the first session releases."""
     with Ledger(tmp_path), pytest.raises(LedgerError, match="this experiment is running already"):
         Ledger(tmp_path)
     Ledger(tmp_path).__exit__(None, None, None)
@@ -182,6 +186,7 @@ def killed_session(folder, log, ends, break_write=None):
 
 
 def test_if_every_session_is_killed_no_run_is_lost_or_done_twice(tmp_path):
+    """Of 8 runs, each but the first is killed once in its first attempt, and cleared by the next session."""
     folder, log = tmp_path / "out", tmp_path / "log"
     kills = 0
 
@@ -204,10 +209,12 @@ def test_if_every_session_is_killed_no_run_is_lost_or_done_twice(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("name", ["runs.jsonl", "begun.jsonl"])
 def test_a_kill_while_a_line_is_written_loses_at_most_that_run(tmp_path, share, name):
+    """Of the line of run 3, only a share is on disk: before the run (begun.jsonl) or after it (runs.jsonl)."""
     folder, log = tmp_path / "out", tmp_path / "log"
     real_append = ledger._append
 
-    def torn(path, line):
+    def torn_append(path, line):
+        """Writes only this share of the line of run 3, then dies."""
         if path.name != name or line["run"] != 3:
             return real_append(path, line)
         data = (json.dumps(line) + "\n").encode()
@@ -215,7 +222,7 @@ def test_a_kill_while_a_line_is_written_loses_at_most_that_run(tmp_path, share, 
             file.write(data[: int(len(data) * share)])
         return kill_this_process()
 
-    assert killed_session(folder, log, {}, torn)
+    assert killed_session(folder, log, {}, torn_append)
     runs_left, messages = run_session(folder, FakeRunner(log))
     assert runs_left == 0
     assert any("was truncated" in text for text in messages) == (0 < share < 1)
@@ -226,18 +233,20 @@ def test_a_kill_while_a_line_is_written_loses_at_most_that_run(tmp_path, share, 
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    """The line that could not be synced is removed, and its run is repeated."""
     folder = tmp_path / "out"
     real_fsync = os.fsync
-    full = {"on": False}
+    errors = []
 
-    def fsync(descriptor):
+    def fsync_that_fails_once(descriptor):
+        """Fails for the third line of the finished runs."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.name == "runs.jsonl" and path.stat().st_size and len(lines(folder)) == 3 and not full["on"]:
-            full["on"] = True
-            raise OSError(28, "No space left on device")
+        if path.name == "runs.jsonl" and path.stat().st_size and len(lines(folder)) == 3 and not errors:
+            errors.append(OSError(errno.ENOSPC, "No space left on device"))
+            raise errors[0]
         real_fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync_that_fails_once)
     with pytest.raises(LedgerError, match="No space left on device; make room, then start the experiment again"):
         run_session(folder, FakeRunner(tmp_path / "log"))
     assert len(lines(folder)) == 2
@@ -246,6 +255,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
 
 def test_failed_runs_are_kept_counted_and_repeated_only_on_request(tmp_path):
+    """The third call fails; the run is repeated only with `retry_failed`, as attempt 2."""
     folder, log = tmp_path / "out", tmp_path / "log"
     runs_left, messages = run_session(folder, FakeRunner(log, {2: fail_run}))
     assert runs_left == 1
@@ -267,6 +277,8 @@ def test_many_failures_in_a_row_end_the_session(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), None, "1"])
 def test_a_run_without_its_response_has_failed(tmp_path, value):
+    """Its samples are kept, with texts for the numbers that JSON does not have."""
+
     class WithoutResponse(FakeRunner):
         def run(self, planned, settings, leaves):
             return Measured({"downtime_s": value}, [{"kept": float("inf")}])
@@ -279,6 +291,7 @@ def test_a_run_without_its_response_has_failed(tmp_path, value):
 
 
 def test_replications_from_a_power_analysis_fill_blocks():
+    """An increase of 0.15 needs 18 runs for a power of 0.90 (`test_analysis`), or 20 to fill 4 blocks."""
     assert made_up_experiment(replications={"sd_increase": 0.15}, blocks=1).replications == 18
     assert made_up_experiment(replications={"sd_increase": 0.15}, blocks=4).replications == 20
     assert made_up_experiment(replications={"sd_increase": 0.15, "power": 0.87}, blocks=1).replications == 16
@@ -328,6 +341,7 @@ def test_a_trial_is_shorter_and_separate_from_the_campaign(by_command):
 
 
 def test_the_duration_is_estimated_before_the_first_run(tmp_path):
+    """8 runs of the 120 s in the definition take 16 minutes."""
     _, messages = run_session(tmp_path / "out", FakeRunner(tmp_path / "log"), made_up_experiment(run_s=120), most=1)
     assert messages[0] == "made-up: 8 runs, 0 done, 0 failed, 8 to do, about 16 min"
 
@@ -340,27 +354,28 @@ def test_a_bad_definitions_file_is_named(tmp_path):
 
 
 def test_the_samplers_responses_are_those_of_the_processes(tmp_path):
+    """A process that is always busy uses one processor; 110 % allows for the clock ticks at both ends."""
     argument = str(tmp_path / "mark")
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass", argument])
+    busy_process = subprocess.Popen([sys.executable, "-c", "while True: pass", argument])
     try:
         wait_until(lambda: processes.mentioning(argument))
         with sampling.Sampler(0.05, lambda: processes.mentioning(argument)) as sampler:
             while len(sampler.samples) < 4 or sampler.samples[-1]["processes"][0]["cpu_s"] < 0.1:
-                assert busy.poll() is None
+                assert busy_process.poll() is None
     finally:
-        busy.kill()
-        busy.wait()
+        busy_process.kill()
+        busy_process.wait()
     responses = sampler.responses()
-    assert [process["pid"] for process in sampler.samples[0]["processes"]] == [busy.pid]
+    assert [process["pid"] for process in sampler.samples[0]["processes"]] == [busy_process.pid]
     assert 0 < responses["host_cpu_pct"] <= 110
     assert responses["host_resident_kib"] > 1000
 
 
 def test_a_failing_sample_is_reported():
-    def gone():
+    def fail_sample():
         raise RuntimeError("ssh: gone")
 
-    with pytest.raises(RuntimeError, match="ssh: gone"), sampling.Sampler(0.01, list, gone):
+    with pytest.raises(RuntimeError, match="ssh: gone"), sampling.Sampler(0.01, list, fail_sample):
         pass
 
 
@@ -407,6 +422,7 @@ def by_command(tmp_path):
 
 
 def test_the_command_line_from_file_to_report(by_command):
+    """Stops after 2 of 6 runs, continues, writes the report; the analysis then has the program's versions."""
     result = CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
     assert result.exit_code == 1
     assert "4 runs are not done" in result.output
@@ -450,6 +466,7 @@ def test_a_failing_program_is_reported(by_command, script, message):
 
 
 def test_processes_of_an_interrupted_run_end_before_the_next_run(by_command):
+    """The program's child, in a session of its own, outlives the killed experiment; the next start ends it."""
     (by_command / "measure").write_text("#!/bin/sh\nsetsid sleep 1000 &\necho $! >> pids; wait\n")
     experiment = subprocess.Popen(
         [sys.executable, "-m", "rekindle_lab", "experiment", str(by_command / "x.toml")], stderr=subprocess.DEVNULL
@@ -467,6 +484,7 @@ def test_processes_of_an_interrupted_run_end_before_the_next_run(by_command):
 
 
 def test_runs_of_another_order_do_not_count_as_done(by_command):
+    """order.json is deleted and drawn again from another seed, while runs.jsonl has runs of the first."""
     CliRunner().invoke(app, ["experiment", str(by_command / "x.toml"), "--most", "2"])
     (by_command / "by-command" / "order.json").unlink()
     (by_command / "x.toml").write_text(DEFINITION.replace("seed = 11", "seed = 12"))

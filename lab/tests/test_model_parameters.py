@@ -1,4 +1,8 @@
-"""Parameters of the models from files, and the command `rekindle-lab model`."""
+"""Parameters of the models from files, and the command `rekindle-lab model`.
+
+Parameters are measured downtimes of techniques (ways to renew a VMM) and of an OS reboot, and the intervals of both.
+They are written by hand into a TOML file, or read from the JSON of a benchmark.
+"""
 
 import json
 
@@ -45,10 +49,12 @@ def by_hand_file(tmp_path):
 
 
 def run_model(*options):
+    """Runs `rekindle-lab model`."""
     return CliRunner().invoke(app, ["model", *options])
 
 
 def test_parameters_by_hand(by_hand_file):
+    """The file has the paper's figures (section 5.5), and so the paper's availability."""
     assert availability_of(by_hand(by_hand_file(BY_HAND)), "cold") == availability_of(JBOSS, "cold")
 
 
@@ -82,10 +88,11 @@ def vmm_json(tmp_path):
 
 
 def test_parameters_from_measured_results(vmm_json):
-    found = measured(vmm_json, "11 x micro", "1 x micro")
-    assert (found.technique("warm").vmm_downtime_s, found.os.downtime_s) == (0.8, 4.3)
-    assert found.technique("cold").coupled and not found.technique("warm").coupled
-    assert any("taken as 0" in note for note in found.notes)
+    """Gaps in ms become downtimes in s; the OS reboot takes as long as the cold gap of a single guest."""
+    parameters = measured(vmm_json, "11 x micro", "1 x micro")
+    assert (parameters.technique("warm").vmm_downtime_s, parameters.os.downtime_s) == (0.8, 4.3)
+    assert parameters.technique("cold").coupled and not parameters.technique("warm").coupled
+    assert any("taken as 0" in note for note in parameters.notes)
 
 
 def test_unusable_measured_results_are_named(vmm_json):
@@ -118,6 +125,7 @@ def test_the_command_prints_json_and_draws_figures(tmp_path):
     ],
 )
 def test_missing_options_are_no_error(by_hand_file, tmp_path, monkeypatch, options):
+    """Defaults apply, also where an interval is so short or so long that no techniques cross."""
     by_hand_file(TWO_SPARE_HOSTS)
     monkeypatch.chdir(tmp_path)
     result = run_model(*options, "--json", "--figures", "f")
@@ -126,6 +134,7 @@ def test_missing_options_are_no_error(by_hand_file, tmp_path, monkeypatch, optio
 
 
 def test_the_command_prints_tables():
+    """0.99992601 is warm's availability of section 5.5, printed in the paper as 0.99993."""
     result = run_model("--paper", "jboss")
     assert result.exit_code == 0, result.output
     assert "0.99992601" in result.output

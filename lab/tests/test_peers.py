@@ -35,6 +35,7 @@ PEER_PATHS = {
 
 
 def test_the_peer_has_our_hardware_and_its_own_files():
+    """Each path of the VM becomes one of the peer (`PEER_PATHS`), the tap's descriptor 40 becomes 7."""
     peer_arguments = arguments(REKINDLE_COMMAND_LINE, paths=PEER_PATHS, tap_fds={40: 7}, incoming=None)
     text = " ".join(peer_arguments)
     assert peer_arguments[0] == "-name"
@@ -86,7 +87,8 @@ STOP = '{"event": "STOP", "timestamp": {"seconds": 12, "microseconds": 34}}'
 
 
 def test_events_keep_qemus_own_time(tmp_path):
-    FakeQemu(tmp_path / "s", f'{STOP}\n{{"return": {{"status": "paused"}}}}')
+    """12 s and 34 µs, as in QEMU's time stamp, not the time at which the event was read."""
+    FakeQemu(tmp_path / "s", f'{STOP}\n{{"return": {{"status": "paused"}}}}')  # the event arrives before the reply
     with Qmp(tmp_path / "s", 5) as qmp:
         assert qmp.execute("query-status") == {"status": "paused"}
         event = qmp.wait_event("STOP", 1)

@@ -1,4 +1,9 @@
-"""The timers that carry out a plan."""
+"""The timers that carry out a plan: systemd units, and the script `rekindle-renew` that they run.
+
+A timer fires every few minutes; the script decides whether a renewal is due. Independent timers count intervals from a
+fixed moment, the phase. Coupled ones count from a stamp, a file whose time is that of the last renewal, because another
+renewal sets it, too: a cold renewal of the VMM also reboots the OS.
+"""
 
 import os
 import shutil
@@ -14,18 +19,21 @@ from rekindle_lab.plan.command import make, of_host
 from rekindle_lab.plan.timers import HostPlan, Vm, units
 from rekindle_lab.toml import DefinitionError
 
+START_UNIX_S = 1_800_000_000
+
 
 def host_plan(name="web-2"):
-    return of_host(make(fleet()), name, 1_800_000_000)
+    """Returns a host's part of the plan of `made_plan`."""
+    return of_host(make(fleet()), name, START_UNIX_S)
 
 
-def test_a_hosts_part():
+def test_a_hosts_phases_follow_from_its_place_in_the_order():
     plan = host_plan()
     place = make(fleet()).rolling.hosts.index("web-2")
-    assert plan.vmm_phase_s == 1_800_000_000 + round(place * 2.8 * DAY_S)
+    assert plan.vmm_phase_s == START_UNIX_S + round(place * 2.8 * DAY_S)  # 10 hosts in 28 days
     assert [vm.name for vm in plan.vms] == ["front-1", "front-2", "gpu"]
     phases = [vm.os_phase_s for vm in plan.vms]
-    assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)
+    assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)  # three VMs in the OS's 7 days
     with pytest.raises(DefinitionError, match="no host 'x'"):
         host_plan("x")
 
@@ -37,7 +45,7 @@ def test_units_are_what_systemd_understands(tmp_path):
     analyze = shutil.which("systemd-analyze")
     assert analyze, "no systemd-analyze in PATH (Debian: systemd)"
     files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".service", ".timer"))
-    assert len(files) == 12
+    assert len(files) == 12  # a service and a timer for the VMM and for the OS of three VMs
     done = subprocess.run([analyze, "verify", "--man=no", *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) not in done.stderr, done.stderr
@@ -45,17 +53,19 @@ def test_units_are_what_systemd_understands(tmp_path):
 
 
 def test_warm_timers_are_independent_and_cold_ones_coupled():
+    """28 days are 2,419,200 s, 7 days 604,800 s. gpu is renewed cold: its VMM's renewal sets the stamp `os-gpu`."""
     files = units(host_plan(), "/usr/bin/rekindle")
-    start = {
-        name: text.splitlines()[-1].partition("rekindle-renew ")[2] for name, text in files.items() if "service" in name
-    }
+
+    def renew_arguments(name):
+        return files[f"rekindle-plan-{name}.service"].splitlines()[-1].partition("rekindle-renew ")[2]
+
     phase = host_plan().vmm_phase_s
     command = "-- /usr/bin/rekindle reboot vmm"
-    assert start["rekindle-plan-vmm-front-1.service"] == f"vmm-front-1 2419200 {phase} {command} front-1 --how warm"
-    assert start["rekindle-plan-vmm-gpu.service"] == f"vmm-gpu 2419200 {phase} os-gpu {command} gpu --how cold"
-    assert start["rekindle-plan-os-gpu.service"].startswith("os-gpu 604800 - -- ")
-    assert start["rekindle-plan-os-front-1.service"].startswith("os-front-1 604800 18")
-    assert "reboot os front-1 --how cold" in start["rekindle-plan-os-front-1.service"]
+    assert renew_arguments("vmm-front-1") == f"vmm-front-1 2419200 {phase} {command} front-1 --how warm"
+    assert renew_arguments("vmm-gpu") == f"vmm-gpu 2419200 {phase} os-gpu {command} gpu --how cold"
+    assert renew_arguments("os-gpu").startswith("os-gpu 604800 - -- ")
+    assert renew_arguments("os-front-1").startswith("os-front-1 604800 18")  # a phase near START_UNIX_S
+    assert "reboot os front-1 --how cold" in renew_arguments("os-front-1")
 
 
 def test_every_unit_has_a_time_limit():
@@ -72,8 +82,12 @@ def test_processes_of_a_unit_outlive_it():
 
 
 def host(*ways):
-    vms = tuple(Vm(f"vm{at}", way, "cold", way == "cold", 10, 0) for at, way in enumerate(ways))
-    return HostPlan("h", "host", 100, 0, vms)
+    """Returns the plan of a host that is rebooted as a whole, with a VM for each of these ways to renew its VMM."""
+    vms = tuple(
+        Vm(f"vm{number}", vmm=way, os="cold", coupled=way == "cold", os_interval_s=10, os_phase_s=0)
+        for number, way in enumerate(ways)
+    )
+    return HostPlan("h", scope="host", vmm_interval_s=100, vmm_phase_s=0, vms=vms)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +111,10 @@ def test_renewals_that_timers_cannot_do_are_rejected():
 
 
 class Renewals:
-    """`rekindle-renew` with a fake clock; the renewal itself appends a line, then runs the script `does`."""
+    """`rekindle-renew` with a fake clock (times are its seconds) and other fake tools, which are found in `bin` first.
+
+    The renewal itself appends a line to the file `done`, then runs the script that `does` has set.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -111,10 +128,12 @@ class Renewals:
         self.tool("touch", '[ "$1" = -d ] && exec /usr/bin/touch "$@"\nexec /usr/bin/touch -d "@$(date)" "$@"')
 
     def tool(self, name, script):
+        """Replaces a program."""
         (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (self.folder / "bin" / name).chmod(0o755)
 
     def does(self, script):
+        """Sets what the renewal does."""
         (self.folder / "does").write_text(script)
 
     @property
@@ -126,6 +145,7 @@ class Renewals:
         }
 
     def command(self, name, interval, phase, *also):
+        """Returns the command that a timer runs: renewal `name`, which also sets the stamps of `also`."""
         return ["sh", str(self.folder / "renew"), name, str(interval), str(phase), *also, "--", "renewal"]
 
     def check(self, now, interval, phase, *also, name="x"):
@@ -137,17 +157,21 @@ class Renewals:
 
     @property
     def count(self):
+        """Number of renewals so far."""
         return len((self.folder / "done").read_text().splitlines()) if (self.folder / "done").exists() else 0
 
 
 def test_independent_timers_keep_time_whatever_their_lateness(tmp_path):
+    """An interval of 1000 s from 2000 on, checked every 70 s: renewed at the first check after each multiple."""
     renewals = Renewals(tmp_path)
-    at = [now for now in range(1000, 9000, 70) if renewals.check(now, 1000, 2000) == (True, 0)]
-    assert len(at) == 7  # at 2000, 3000, ..., 8000, each at the next check
-    assert all(0 <= one - 1000 * (index + 2) < 70 for index, one in enumerate(at))
+    renewed = [now for now in range(1000, 9000, 70) if renewals.check(now, 1000, 2000) == (True, 0)]
+    due = range(2000, 9000, 1000)
+    assert len(renewed) == len(due)
+    assert all(0 <= now - due_now < 70 for now, due_now in zip(renewed, due, strict=True))
 
 
 def test_coupled_timers_count_from_the_last_renewal(tmp_path):
+    """An interval of 500 s without a phase: due 500 s after the stamp, which the VMM's renewal sets at 1700."""
     renewals = Renewals(tmp_path)
     assert renewals.check(1000, 500, "-") == (False, 0)  # the first check only starts the interval
     assert renewals.check(1499, 500, "-") == (False, 0)
@@ -159,6 +183,7 @@ def test_coupled_timers_count_from_the_last_renewal(tmp_path):
 
 
 def test_a_failed_renewal_is_tried_again_after_an_hour_and_not_at_each_check(tmp_path):
+    """Fails at 2100; is tried again at 5700, 3600 s later. The next one is due at 12,000, one interval after 2000."""
     renewals = Renewals(tmp_path)
     renewals.check(1000, 10_000, 2000)
     renewals.does("exit 1")
@@ -185,8 +210,8 @@ def test_an_interrupted_renewal_sets_no_stamps(tmp_path, does):
     renewals = Renewals(tmp_path)
     renewals.check(1000, 10_000, 2000, "os")
     renewals.does(does)
-    ran, status = renewals.check(2000, 10_000, 2000, "os")
-    assert ran and status != 0
+    renewed, status = renewals.check(2000, 10_000, 2000, "os")
+    assert renewed and status != 0
     assert (tmp_path / "stamps" / "x").stat().st_mtime == 1000
     assert not (tmp_path / "stamps" / "os").exists()
     renewals.does("exit 0")
@@ -194,6 +219,7 @@ def test_an_interrupted_renewal_sets_no_stamps(tmp_path, does):
 
 
 def test_stamps_are_on_disk_before_the_mark_is_removed(tmp_path):
+    """The fake `sync` logs each file while the mark of the attempt, .x.tried, exists."""
     renewals = Renewals(tmp_path)
     renewals.check(1000, 1000, 2000, "os")
     renewals.does(f"echo renewed >> {tmp_path}/synced")
@@ -210,11 +236,12 @@ def test_nothing_starts_during_a_shutdown_or_without_a_writable_stamp(tmp_path):
     (tmp_path / "system").unlink()
     (tmp_path / "stamps" / ".x.tried").mkdir()
     renewals.tool("touch", "exit 1")
-    done, status = renewals.check(9000, 100, 2000)
-    assert not done and status != 0
+    renewed, status = renewals.check(9000, 100, 2000)
+    assert not renewed and status != 0
 
 
 def test_a_clock_that_was_wrong_does_not_stop_renewals(tmp_path):
+    """The first stamp is in the future of the corrected clock, and is replaced by the present time."""
     renewals = Renewals(tmp_path)
     renewals.check(1_000_000, 100, "-")
     assert renewals.check(1000, 100, "-") == (False, 0)
@@ -241,9 +268,10 @@ def test_remaining_processes_do_not_hold_the_lock_and_due_is_checked_under_it(tm
 
 
 def test_a_missed_target_names_the_interval_with_one_os_reboot_less(tmp_path):
+    """28.01 days contain four OS reboots every 7 days after a cold renewal of 243 s; up to 28.0028 days, three."""
     text = TEXT.replace("vmm_interval_max_d = 28", "vmm_interval_max_d = 28.01").replace(
         "availability = 0.9999", "availability = 0.99985"
     )
-    found = make(fleet(text.replace('allow_vmm = ["saved", "cold"]', 'allow_vmm = ["cold"]')))
-    (problem,) = found.problems
+    plan = make(fleet(text.replace('allow_vmm = ["saved", "cold"]', 'allow_vmm = ["cold"]')))
+    (problem,) = plan.problems
     assert "an interval of the VMM of 28.0028 days: it contains one OS reboot less" in problem

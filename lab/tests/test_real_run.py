@@ -1,6 +1,7 @@
 """A real experiment with guests, from its file to the lines of its runs. Needs root.
 
-`scripts/test lab` sets the binary.
+It is killed in its first run and started again. The second start must end the remains of the killed run, whose names it
+finds in begun.jsonl, repeat that run, and measure every response. `scripts/test lab` sets the binary.
 """
 
 import json
@@ -52,23 +53,24 @@ needs_binary = pytest.mark.skipif(
 
 
 def command(folder):
-    """Returns the command for one run of each level, run in the project's folder, even if another copy is installed."""
+    """Returns the command for one run of each level, and its options of `Popen`: it uses this copy of the lab."""
     (folder / "real.toml").write_text(EXPERIMENT)
     words = [sys.executable, "-m", "rekindle_lab", "experiment", str(folder / "real.toml"), "--trial", "1"]
     return [*words, "--rekindle", BINARY], {"cwd": LAB, "env": {**os.environ, "PYTHONPATH": str(LAB)}}
 
 
 def lines(folder, name):
+    """Returns the lines of a file of the experiment's records, parsed."""
     return [json.loads(line) for line in (folder / "real-trial" / name).read_text().splitlines()]
 
 
 def under_load(folder):
     """Returns whether wrk runs in the namespace of the run that was started first."""
     started = folder / "real-trial" / "begun.jsonl"
-    if not started.exists() or not (known := lines(folder, started.name)):
+    if not started.exists() or not (started_runs := lines(folder, started.name)):
         return False
-    pids = ["ip", "netns", "pids", known[0]["leaves"]["netns"]]
-    done = subprocess.run(pids, capture_output=True, text=True, check=False)
+    command = ["ip", "netns", "pids", started_runs[0]["leaves"]["netns"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     # A process that has ended meanwhile has no name any more.
     names = [path.read_text() for pid in done.stdout.split() if (path := Path("/proc", pid, "comm")).exists()]
     return "wrk\n" in names
@@ -96,19 +98,19 @@ def test_after_a_kill_it_continues_and_each_run_gives_its_responses_and_leaves_n
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, **options)
     assert done.returncode == 0, done.stderr
     assert "run 1, attempt 1: interrupted; repeated" in done.stderr
-    found = lines(tmp_path, "runs.jsonl")
-    assert [(line["run"], line["attempt"]) for line in found] == [(1, 2), (2, 1)]
-    assert {line["treatment"]["technique"] for line in found} == {"cold", "phase"}
-    for line in found:
+    finished = lines(tmp_path, "runs.jsonl")
+    assert [(line["run"], line["attempt"]) for line in finished] == [(1, 2), (2, 1)]
+    assert {line["treatment"]["technique"] for line in finished} == {"cold", "phase"}
+    for line in finished:
         responses = line["responses"]
         assert all(responses[name] > 0 for name in responses), responses
-        assert 90 < responses["recovered_memory_pct"] < 110
+        assert 90 < responses["recovered_memory_pct"] < 110  # a reboot recovers the whole leak of 16 MiB
         assert line["versions"]["leak"] == line["versions"]["image"]
-    phase = next(line for line in found if line["treatment"]["technique"] == "phase")
+    phase = next(line for line in finished if line["treatment"]["technique"] == "phase")
     (reboot,) = [sample["reboot"] for sample in phase["samples"] if "reboot" in sample]
     assert reboot["phase"]["candidate"] == "services"
-    leaves = [line["leaves"] for line in lines(tmp_path, "begun.jsonl") if "leaves" in line]
-    assert len(leaves) == 3
-    for left in leaves:
-        assert not Path(left["work"]).exists() and not Path(left["disk"]).exists()
-        assert not Path("/run/netns", left["netns"]).exists()
+    leaves_of_attempts = [line["leaves"] for line in lines(tmp_path, "begun.jsonl") if "leaves" in line]
+    assert len(leaves_of_attempts) == 3
+    for leaves in leaves_of_attempts:
+        assert not Path(leaves["work"]).exists() and not Path(leaves["disk"]).exists()
+        assert not Path("/run/netns", leaves["netns"]).exists()

@@ -52,11 +52,13 @@ def test_an_interrupted_vm_is_recovered_before_it_is_stopped(tmp_path):
     assert log.read_text().split() == ["stop", "recover", "stop"]
 
 
+# A probe that reports the URL and the namespace in its arguments once it is interrupted.
 PROBE = """trap 'echo "{\\"url\\": \\"$2\\", \\"netns\\": \\"$6\\"}"; exit 0' INT
 while :; do sleep 0.01; done"""
 
 
 def test_probes_run_during_the_body_and_report_when_stopped(tmp_path):
+    """Reports are empty while the probes run."""
     rekindle = fake_rekindle(tmp_path, PROBE)
     with rekindle.probes([("echo://a:7", "x"), ("echo://b:7", "y")], margin_s=0.2) as probes:
         assert [probe.report for probe in probes] == [{}, {}]

@@ -1,4 +1,8 @@
-"""The report, opened in a real browser (Debian's chromium, which scripts/setup installs)."""
+"""The report of an experiment, opened in a real browser (Debian's chromium, which scripts/setup installs).
+
+The experiment is `made_runs.campaign`: 32 runs of two levels and two responses, and here one failed attempt in
+addition. Its report is a folder with the page (report.html), and its plots and tables as PNG and CSV.
+"""
 
 import csv
 import gzip
@@ -18,6 +22,7 @@ from rekindle_lab.cli import app
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Returns the folder of the experiment, with its report."""
     folder = tmp_path_factory.mktemp("campaign")
     lines = campaign()
     failed = line(5, lines[4]["treatment"]["technique"], {}, outcome="failed", error='<b>no answer</b> & "gone"')
@@ -35,6 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(folder):
+    """Returns the page in a browser; `messages` has its errors, `requested` the URLs that it has loaded."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.fail("no chromium in PATH; run: scripts/setup")
@@ -51,6 +57,7 @@ def page(folder):
 
 
 def test_it_is_self_contained_and_has_no_errors(page):
+    """It loads only itself; plots and data are part of it, as data URLs."""
     assert page.messages == []
     assert {url.split(":")[0] for url in page.requested} <= {"file", "data"}
     assert len([url for url in page.requested if url.startswith("file")]) == 1
@@ -60,8 +67,8 @@ def test_its_plots_are_shown(page):
     images = page.locator("img")
     assert images.count() == 2
     for index in range(2):
-        size = images.nth(index).evaluate("image => [image.naturalWidth, image.clientWidth]")
-        assert size[0] > 1000 and 500 < size[1] <= 1000
+        own_width, shown_width = images.nth(index).evaluate("image => [image.naturalWidth, image.clientWidth]")
+        assert own_width > 1000 and 500 < shown_width <= 1000
 
 
 def test_it_states_the_results(page):
@@ -106,16 +113,17 @@ def test_runs_can_be_sorted(page):
 
 
 def test_raw_data_is_in_the_page(page, folder):
+    """The links for the download have the whole runs.jsonl, packed, and all attempts as CSV."""
     whole = page.locator("#jsonl").get_attribute("href").split(",", 1)[1]
     assert gzip.decompress(b64decode(whole)) == (folder / "runs.jsonl").read_bytes()
     table = b64decode(page.locator("#csv").get_attribute("href").split(",", 1)[1]).decode()
     rows = list(csv.DictReader(table.splitlines()))
-    assert len(rows) == 33
+    assert len(rows) == 33  # 32 runs and the failed attempt
     first = json.loads((folder / "runs.jsonl").read_text().splitlines()[0])
     assert float(rows[0]["downtime_s"]) == first["responses"]["downtime_s"]
 
 
-def test_files_in_its_folder(folder):
+def test_its_folder_has_plots_and_tables(folder):
     report = folder / "report"
     assert (report / "downtime_s.png").read_bytes().startswith(b"\x89PNG")
     head, *rows = csv.reader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
@@ -135,10 +143,12 @@ def test_its_tables_are_numbers_with_all_their_digits(folder):
         assert [float(row[name]) for name in ("omega²", "omega² low", "omega² high")] == [*vars(omega).values()]
     (row,) = csv.DictReader((report / "downtime_s-differences.csv").read_text().splitlines())
     (pair,) = downtime.response.effects.pairs
-    for name, one in (("difference", pair.difference), ("relative", pair.relative), ("Hedges' g", pair.hedges_g)):
-        assert [float(row[name + end]) for end in ("", " low", " high")] == [one.value, one.low, one.high]
+    intervals = {"difference": pair.difference, "relative": pair.relative, "Hedges' g": pair.hedges_g}
+    for name, interval in intervals.items():
+        columns = [float(row[name + end]) for end in ("", " low", " high")]
+        assert columns == [interval.value, interval.low, interval.high]
     *_, total = csv.DictReader((report / "downtime_s-one-way-anova.csv").read_text().splitlines())
-    assert total["P-value"] == ""
+    assert total["P-value"] == ""  # only factor and blocks are tested
 
 
 def test_it_is_replaced(folder):
@@ -177,6 +187,7 @@ def test_it_is_published_with_its_input(folder, tmp_path):
 
 
 def test_published_runs_can_be_analysed_again(folder, tmp_path):
+    """Packed runs give the same analysis; a truncated pack is rejected."""
     packed = tmp_path / "runs.jsonl.gz"
     packed.write_bytes(gzip.compress((folder / "runs.jsonl").read_bytes()))
     (tmp_path / "order.json").write_bytes((folder / "order.json").read_bytes())

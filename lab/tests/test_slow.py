@@ -1,4 +1,4 @@
-"""Loop devices are removed with their last users."""
+"""Loop devices, which slow disks are made of, are removed with their last users, so that a kill leaves none."""
 
 import os
 import subprocess
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
     reason="makes loop devices: needs root and a kernel with them",
 )
 DEADLINE_S = 60.0
+# A program that holds a loop device on the file of its argument, and prints the device's name.
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -34,6 +35,7 @@ def wait_detached(device: str) -> None:
 
 
 def test_a_loop_device_is_removed_with_its_last_user(tmp_path):
+    """The device stays usable although its file has no name any more."""
     image = tmp_path / "held.raw"
     image.write_bytes(b"x" * (1 << 20))
     with loop_device(image) as device:

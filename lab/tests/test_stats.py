@@ -10,6 +10,7 @@ from rekindle_lab import stats
 
 
 def test_median_and_p95_are_the_known_ones():
+    """Of 1 to 21, 11 is in the middle and 20 has 95 % of the distance from 1 to 21."""
     values = list(range(1, 22))
     assert stats.median(values) == 11
     assert stats.p95(values) == 20
@@ -33,6 +34,7 @@ def test_a_ratio_to_zero_is_rejected():
 
 
 def test_the_interval_covers_the_true_ratio():
+    """Our times are twice the peer's, with noise: about 95 % of the intervals contain 2."""
     generator = np.random.default_rng(1)
     covered = 0
     for _ in range(40):
@@ -45,12 +47,14 @@ def test_the_interval_covers_the_true_ratio():
 
 
 def test_the_same_samples_give_the_same_result_again():
+    """The seed of the resampling is fixed, so that published figures can be computed again."""
     ours, peer = [5.1, 4.8, 5.6, 5.0], [6.0, 6.4, 5.8, 7.0]
     assert stats.ratio_interval(ours, peer) == stats.ratio_interval(ours, peer)
     assert stats.permutation_p(ours, peer) == stats.permutation_p(ours, peer)
 
 
 def test_permutation_p_is_small_only_for_different_samples():
+    """Two samples without overlap, two that nearly coincide, and one that is too small to permute."""
     low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
     high = [value + 2 for value in low]
     assert stats.permutation_p(low, high) < 0.01
@@ -59,6 +63,7 @@ def test_permutation_p_is_small_only_for_different_samples():
 
 
 def test_a_verdict_follows_from_the_interval_of_the_ratio():
+    """Half as long again is worse, two thirds is better; the same values in another order are no difference."""
     low = [5.0, 5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7]
     high = [value * 1.5 for value in low]
     assert stats.compare(low, high).verdict == "better"

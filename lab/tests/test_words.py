@@ -24,6 +24,7 @@ def words():
     return module
 
 
+# By what makes the line hard to find.
 ODD_LINES = {
     "first word of a comment, capitalized": "/// Tells the pager.",
     "in a string": 'bail!("the guest was told to stop")',
@@ -46,10 +47,11 @@ ODD_LINES = {
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
 def test_an_odd_word_is_found_in_comments_strings_and_names(words, line):
-    found = words.hits("crates/x/src/lib.rs", "//! A file.\n" + line + "\n")
-    assert [(hit.path, hit.line) for hit in found] == [("crates/x/src/lib.rs", 2)], found
+    hits = words.hits("crates/x/src/lib.rs", "//! A file.\n" + line + "\n")
+    assert [(hit.path, hit.line) for hit in hits] == [("crates/x/src/lib.rs", 2)], hits
 
 
+# By what makes the line look odd.
 USUAL_LINES = {
     "whose, which contains who": "// Whose memory it is.",
     "besides, and in order to": "// besides that, in order to end",

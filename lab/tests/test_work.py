@@ -9,19 +9,23 @@ import subprocess
 import pytest
 
 from rekindle_lab.stores import certificates, on_disk
-from rekindle_lab.work import Console, Window
+from rekindle_lab.work import Console, Mark, Window
 
 
 def window(marks, began=0.0, ended=10.0):
     """Returns a compile run of 10 units with these marks; times are seconds."""
-    return Window("compile", 10, began, ended, "", marks)
+    return Window("compile", count=10, began=began, ended=ended, marks=[Mark(*mark) for mark in marks])
 
 
 def test_progress_between_two_marks_follows_the_undisturbed_run():
-    even = window([(float(n), n) for n in range(1, 10)])
+    """Unit 3 of the uneven run takes 6 s, from 2 s to 8 s: half of it is done at 5 s.
+
+    In the interrupted run, 2 units were done after 2 s; 3 s later it is at half of unit 3 as well.
+    """
+    even = window([(float(unit), unit) for unit in range(1, 10)])  # a unit per second
     assert even.reached(4.5) == pytest.approx(4.5)
     assert even.place(7.25) == pytest.approx(7.25)
-    assert even.place(12.0) == 10.0
+    assert even.place(12.0) == 10.0  # after the end
     # Files take different times: between two marks, progress follows the undisturbed run.
     uneven = window([(1.0, 1), (2.0, 2), (8.0, 3)])
     interrupted = window([(101.0, 1), (102.0, 2)], began=100.0)
@@ -34,6 +38,7 @@ def test_no_progress_before_the_first_mark():
 
 
 def test_a_console_returns_complete_lines_and_follows_a_new_file(tmp_path):
+    """A restore replaces the console's file, which has another inode then."""
     path = tmp_path / "console.log"
     path.write_bytes(b"old\n")
     console = Console(path)
@@ -52,6 +57,7 @@ def test_a_console_returns_complete_lines_and_follows_a_new_file(tmp_path):
 
 
 def test_certificates_are_signed_by_their_authority(tmp_path):
+    """openssl accepts both certificates with that authority."""
     certificates(tmp_path)
     for role in ("server", "client"):
         command = ["openssl", "verify", "-CAfile", str(tmp_path / "ca.pem"), str(tmp_path / f"{role}.pem")]
@@ -59,6 +65,7 @@ def test_certificates_are_signed_by_their_authority(tmp_path):
 
 
 def test_every_store_has_a_path_of_its_own(tmp_path):
+    """Two stores of one name have different paths, and a store can be removed alone."""
     stores = on_disk(tmp_path / "stores")
     store, other = stores.fresh("one"), stores.fresh("one")
     assert store.url == f"{stores.url}/{store.folder.name}" and store.folder.parent == stores.folder

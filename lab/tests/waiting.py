@@ -5,7 +5,7 @@ import time
 
 def wait_until(condition, within_s=20):
     """Returns once `condition()` is true; fails after `within_s` seconds."""
-    end = time.monotonic() + within_s
+    deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < end, f"not within {within_s} s"
+        assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.02)
