@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_lab.guests import COMMAND_PORT, KERNEL_WORDS, Image
+from rekindle_lab.guests import COMMAND_PORT, KERNEL_WORDS, Image, copy_sparse
+from rekindle_lab.slow import run
 
 USER = "nobody"
 """The user of the daemon and its guests."""
@@ -45,10 +46,10 @@ class Libvirt:
     def virsh(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs virsh."""
         command = ["virsh", "--quiet", "--connect", self.uri, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if check and done.returncode != 0:
-            raise OSError(f"virsh {' '.join(arguments)}: {done.stderr.strip()}")
-        return done
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if check and completed.returncode != 0:
+            raise OSError(f"virsh {' '.join(arguments)}: {completed.stderr.strip()}")
+        return completed
 
     def kill(self) -> None:
         """Kills the daemon. The daemon's guests continue to run, as libvirt's do."""
@@ -58,7 +59,7 @@ class Libvirt:
     def owned(self, source: Path, name: str) -> Path:
         """Copies a file into the folder so that the daemon's user may read it."""
         copy = self.folder / name
-        subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(copy)], check=True)
+        copy_sparse(source, copy)
         shutil.chown(copy, USER)
         return copy
 
@@ -126,23 +127,17 @@ class Domain:
 @contextmanager
 def tap(name: str, address: str) -> Iterator[str]:
     """Makes a tap that the daemon's user may open, with this machine's own `address` ("10.0.0.1/24")."""
-    _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
+    run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
     # With udev all users may open /dev/net/tun, but can use only their own taps. A machine without udev restricts it.
     mode = stat.S_IMODE(TUN.stat().st_mode)
     TUN.chmod(mode | 0o666)
     try:
-        _run("ip", "address", "add", address, "dev", name)
-        _run("ip", "link", "set", name, "up")
+        run("ip", "address", "add", address, "dev", name)
+        run("ip", "link", "set", name, "up")
         yield name
     finally:
         TUN.chmod(mode)
-        _run("ip", "link", "del", name)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        run("ip", "link", "del", name)
 
 
 def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str, card: str, address: str) -> Domain:

@@ -47,8 +47,8 @@ def machine_versions() -> dict[str, str]:
 
 def qemu_version(binary: str) -> str:
     """Returns the first line of a QEMU's `--version`."""
-    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[0]
+    completed = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    return completed.stdout.splitlines()[0]
 
 
 def interrupt_on_signals(name: str) -> None:

@@ -5,13 +5,14 @@ import fcntl
 import os
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+from rekindle_lab.slow import run
 
 T = TypeVar("T")
 
@@ -21,16 +22,10 @@ _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
 def add(name: str) -> None:
     """Makes the network namespace `name`, with loopback up."""
-    _ip("netns", "add", name)
-    _ip("-n", name, "link", "set", "lo", "up")
+    run("ip", "netns", "add", name)
+    run("ip", "-n", name, "link", "set", "lo", "up")
 
 
 @contextmanager
@@ -40,7 +35,7 @@ def namespace(name: str) -> Iterator[str]:
     try:
         yield name
     finally:
-        _ip("netns", "del", name)
+        run("ip", "netns", "del", name)
 
 
 class Tap:
@@ -54,9 +49,9 @@ class Tap:
             flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
             fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH22x", ifname.encode(), flags))  # struct ifreq
             os.set_inheritable(self.fd, True)
-            _ip("link", "set", ifname, "netns", netns)
-            _ip("-n", netns, "address", "add", address, "dev", ifname)
-            _ip("-n", netns, "link", "set", ifname, "up")
+            run("ip", "link", "set", ifname, "netns", netns)
+            run("ip", "-n", netns, "address", "add", address, "dev", ifname)
+            run("ip", "-n", netns, "link", "set", ifname, "up")
         except BaseException:
             self.close()
             raise
@@ -74,7 +69,7 @@ def inside(netns: str, function: Callable[[], T]) -> T:
     outcome: list[T] = []
     failure: list[BaseException] = []
 
-    def run() -> None:
+    def enter_and_call() -> None:
         try:
             with Path("/run/netns", netns).open("rb") as handle:
                 libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +80,7 @@ def inside(netns: str, function: Callable[[], T]) -> T:
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=enter_and_call)
     thread.start()
     thread.join()
     if failure:

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 
-def finite(value: float) -> bool:
-    """Returns whether `value` is a finite number. A whole number may be too large for a float."""
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Returns whether `value`, as read from JSON or TOML, is a number that a float can represent; booleans are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
     try:
         return math.isfinite(value)
-    except OverflowError:
+    except OverflowError:  # a whole number that is too large for a float
         return False
 
 

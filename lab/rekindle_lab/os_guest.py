@@ -104,11 +104,11 @@ class OsGuest(Guest):
     def ssh(self, command: str, given: bytes = b"") -> str:
         """Runs a command in the guest, with `given` as its input, and returns its output."""
         words = self.ssh_command(command)
-        done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
-        if done.returncode != 0:
-            error = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
-        return done.stdout.decode()
+        completed = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
+        if completed.returncode != 0:
+            error = (completed.stderr.strip() or completed.stdout.strip())[-1000:].decode(errors="replace")
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {completed.returncode}: {error}")
+        return completed.stdout.decode()
 
 
 def make_disk(kind: str, image: Image, path: Path) -> None:

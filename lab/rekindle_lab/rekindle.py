@@ -65,7 +65,7 @@ class Rekindle:
     def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
         """Runs a command and returns its JSON. `ok`: accepted exit statuses."""
         command = [str(self.binary), *arguments, "--json"]
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -74,18 +74,18 @@ class Rekindle:
             timeout=COMMAND_DEADLINE_S,
             check=False,
         )
-        output = (done.stderr.strip() or done.stdout.strip())[-MAX_ERROR_CHARS:]
-        if done.returncode not in ok:
-            raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {done.returncode}: {output}")
+        output = (completed.stderr.strip() or completed.stdout.strip())[-MAX_ERROR_CHARS:]
+        if completed.returncode not in ok:
+            raise RekindleError(f"rekindle {' '.join(arguments)}: exit status {completed.returncode}: {output}")
         try:
-            return last_json(done.stdout)
+            return last_json(completed.stdout)
         except ValueError as error:
             raise RekindleError(f"rekindle {' '.join(arguments)}: no JSON ({error}): {output}") from error
 
     def version(self) -> str:
         """Returns the output of `--version`."""
-        done = subprocess.run([str(self.binary), "--version"], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        completed = subprocess.run([str(self.binary), "--version"], capture_output=True, text=True, check=True)
+        return completed.stdout.strip()
 
     def run(self, definition: Path) -> None:
         """Starts a VM."""

@@ -85,8 +85,8 @@ def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
 
 def run(*command: str | Path) -> str:
     """Runs a program and returns its output."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        output = (done.stderr or done.stdout).strip()[-1000:]
-        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}: {output}")
-    return done.stdout.strip()
+    completed = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        output = (completed.stderr or completed.stdout).strip()[-1000:]
+        raise OSError(f"{' '.join(str(word) for word in command)}: exit status {completed.returncode}: {output}")
+    return completed.stdout.strip()

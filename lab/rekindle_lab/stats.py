@@ -8,6 +8,7 @@ the peer's do.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -45,22 +46,29 @@ def p99(values: Sequence[float]) -> float:
     return float(np.quantile(_sample(values), 0.99))
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
+class Interval(NamedTuple):
+    """The ends of a 95 % interval."""
+
+    low: float
+    high: float
+
+
+def median_interval(values: Sequence[float]) -> Interval:
     """Returns the 95% bootstrap interval of the median, in the unit of the values. One value is its own interval."""
     sample = _sample(values)
     if sample.size < 2 or np.ptp(sample) == 0:
-        return float(sample[0]), float(sample[0])
+        return Interval(float(sample[0]), float(sample[0]))
     return _interval((sample,), np.median)
 
 
-def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
+def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> Interval:
     """Returns the 95% bootstrap interval of median(ours) / median(peer), without a unit. Samples are independent."""
     our_sample, peer_sample = _sample(ours), _sample(peer)
     if (peer_sample <= 0).any():
         raise ValueError("a ratio needs a peer with positive values only")
     if np.ptp(our_sample) == 0 and np.ptp(peer_sample) == 0:
         ratio = float(our_sample[0] / peer_sample[0])
-        return ratio, ratio
+        return Interval(ratio, ratio)
 
     def ratio_of_medians(ours: np.ndarray, peer: np.ndarray, axis: int) -> np.ndarray:
         return np.median(ours, axis=axis) / np.median(peer, axis=axis)
@@ -68,7 +76,7 @@ def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float,
     return _interval((our_sample, peer_sample), ratio_of_medians)
 
 
-def _interval(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> tuple[float, float]:
+def _interval(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Interval:
     """Returns the ends of the 95 % interval of `statistic`, a function of the samples along an axis."""
     result = stats.bootstrap(
         samples,
@@ -78,7 +86,7 @@ def _interval(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarr
         method="percentile",
         rng=np.random.default_rng(SEED),
     )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
 
 
 def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
@@ -130,7 +138,7 @@ class Comparison:
 def compare(ours: Sequence[float], peer: Sequence[float]) -> Comparison:
     """Compares two samples of durations in one unit."""
     our_median, peer_median = median(ours), median(peer)
-    low, high = ratio_interval(ours, peer)
+    interval = ratio_interval(ours, peer)
     return Comparison(
         ours=our_median,
         peer=peer_median,
@@ -139,7 +147,7 @@ def compare(ours: Sequence[float], peer: Sequence[float]) -> Comparison:
         n_ours=len(ours),
         n_peer=len(peer),
         ratio=our_median / peer_median,
-        low=low,
-        high=high,
+        low=interval.low,
+        high=interval.high,
         p=permutation_p(ours, peer),
     )

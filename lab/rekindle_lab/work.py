@@ -14,46 +14,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from rekindle_lab.guests import WORK_PORT
+from rekindle_lab.tail import Tail
 
 POLL_S = 0.002
 """Seconds between two reads of the console: the error of a mark's time."""
 WORK_DEADLINE_S = 1800.0
 """Deadline for a whole workload."""
-_PROGRESS_LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
+_PROGRESS_LINE = re.compile(r"rekindle-work (begins|at|done)(?: (\w+))?")
 
 
 class WorkError(Exception):
     """A workload did not start, or made no progress. The text names the guest and its output."""
-
-
-@dataclass
-class Console:
-    """The end of a guest's console log, also if a restore replaces the log's file."""
-
-    path: Path
-    _inode: int = 0
-    _offset: int = 0
-    _incomplete_line: bytes = b""
-
-    def skip(self) -> None:
-        """Skips the present content."""
-        stat = self.path.stat()
-        self._inode, self._offset, self._incomplete_line = stat.st_ino, stat.st_size, b""
-
-    def lines(self) -> list[bytes]:
-        """Returns the complete lines that were added since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                inode = self.path.stat().st_ino
-                if inode != self._inode:
-                    self._inode, self._offset, self._incomplete_line = inode, 0, b""
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
-        return lines
 
 
 class Mark(NamedTuple):
@@ -138,11 +109,11 @@ class Work:
     console: Path | None = None
 
     def __post_init__(self) -> None:
-        self._console = Console(self.console or self.run_dir / self.guest.name / "console.log")
+        self._console = Tail(self.console or self.run_dir / self.guest.name / "console.log")
 
     def read_console(self, console: Path) -> None:
         """Switches to another console log, since the guest continues with another run directory."""
-        self._console = Console(console)
+        self._console = Tail(console)
 
     def _send_command(self, line: str) -> None:
         reply = self.guest.command(line, port=WORK_PORT)
@@ -171,10 +142,10 @@ class Work:
                 report = _PROGRESS_LINE.search(line)
                 if report is None:
                     continue
-                now, argument = time.time(), (report[2] or b"").decode()
-                if report[1] == b"begins":
+                now, argument = time.time(), report[2] or ""
+                if report[1] == "begins":
                     window.began = now
-                elif report[1] == b"at":
+                elif report[1] == "at":
                     window.marks.append(Mark(now, int(argument)))
                     if at is not None:
                         at(window)

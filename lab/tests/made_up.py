@@ -8,9 +8,12 @@ START_US = 1_800_000_000_000_000
 """When the probe starts, in microseconds since 1970; any fixed time would do."""
 
 
-def step(phase, name, start_ms, length_ms):
-    """Returns a step of a reboot, which starts `start_ms` after START_US."""
-    return {"phase": phase, "step": name, "start_host_us": START_US + int(start_ms * 1000), "us": int(length_ms * 1000)}
+def steps(spans):
+    """Returns the steps of a reboot. `spans`: (phase, step, start, length) of each, in ms from START_US."""
+    return [
+        {"phase": phase, "step": step, "start_host_us": START_US + int(start_ms * 1000), "us": int(length_ms * 1000)}
+        for phase, step, start_ms, length_ms in spans
+    ]
 
 
 def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
@@ -26,12 +29,12 @@ def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
         answered = round(rate * (width_ms - silent_ms) / 1000)
         intervals.append({"start_ms": start_ms, "answered": answered, "failed": 0, "bytes": answered * 100})
     half_stop_ms = (resume_ms - stop_ms) / 2
-    steps = [
-        step("prepare", "start", stop_ms - 200, 200),
-        step("suspend", "save", stop_ms, half_stop_ms),
-        step("renew", "load", stop_ms + half_stop_ms, half_stop_ms),
-        step("resume", "cont", resume_ms, 1),
-        step("settle", "end-old", resume_ms + 1, 20),
+    spans = [
+        ("prepare", "start", stop_ms - 200, 200),
+        ("suspend", "save", stop_ms, half_stop_ms),
+        ("renew", "load", stop_ms + half_stop_ms, half_stop_ms),
+        ("resume", "cont", resume_ms, 1),
+        ("settle", "end-old", resume_ms + 1, 20),
     ]
     return {
         "how": how,
@@ -46,7 +49,7 @@ def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
                     "stopped_us": int((resume_ms - stop_ms) * 1000),
                     "stop_host_us": START_US + int(stop_ms * 1000),
                     "resume_host_us": START_US + int(resume_ms * 1000),
-                    "steps": steps,
+                    "steps": steps(spans),
                 }
             ],
         },

@@ -37,14 +37,14 @@ def test_the_count_and_slope_are_the_textbooks():
     """
     seconds = np.arange(12.0)
     values = np.array([1.0, 3, 2, 5, 4, 6, 8, 7, 9, 11, 10, 12])
-    finding = fit_trend(seconds, values)
-    assert finding.slope == pytest.approx(stats.theilslopes(values, seconds).slope)
+    trend = fit_trend(seconds, values)
+    assert trend.slope == pytest.approx(stats.theilslopes(values, seconds).slope)
     n = values.size
     count = stats.kendalltau(seconds, values).statistic * n * (n - 1) / 2  # rising less falling pairs
     z = (count - 1) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    assert finding.inflation == 1.0
-    assert finding.p == pytest.approx(2 * stats.t.sf(z, n - 2))
-    assert finding.slope_low < finding.slope < finding.slope_high
+    assert trend.inflation == 1.0
+    assert trend.p == pytest.approx(2 * stats.t.sf(z, n - 2))
+    assert trend.slope_low < trend.slope < trend.slope_high
 
 
 def test_slope_interval_equals_scipys_without_autocorrelation():
@@ -52,10 +52,10 @@ def test_slope_interval_equals_scipys_without_autocorrelation():
     generator = np.random.default_rng(3)
     seconds = np.arange(40.0)
     values = 0.02 * seconds + generator.normal(size=40)
-    finding = fit_trend(seconds, values)
+    trend = fit_trend(seconds, values)
     scipys = stats.theilslopes(values, seconds, 0.95)
-    assert finding.inflation == pytest.approx(1.0, abs=0.4)
-    assert (finding.slope_low, finding.slope_high) == (
+    assert trend.inflation == pytest.approx(1.0, abs=0.4)
+    assert (trend.slope_low, trend.slope_high) == (
         pytest.approx(scipys.low_slope, abs=0.01),
         pytest.approx(scipys.high_slope, abs=0.01),
     )
@@ -72,15 +72,13 @@ def test_the_slopes_interval_has_scipys_ranks():
     pairs = n * (n - 1) / 2
     for seed in range(20):
         values = np.random.default_rng(seed).normal(size=n)
-        finding = fit_trend(seconds, values)
-        half_width = stats.t.ppf(0.975, n / finding.inflation - 2) * np.sqrt(variance * finding.inflation)
+        trend = fit_trend(seconds, values)
+        half_width = stats.t.ppf(0.975, n / trend.inflation - 2) * np.sqrt(variance * trend.inflation)
         if (pairs + half_width) / 2 % 1 < 0.5:
             continue  # scipy rounds such a rank down, and the tested code never does
         compared += 1
         scipys = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half_width / np.sqrt(variance)))
-        assert (finding.slope_low, finding.slope_high) == pytest.approx(
-            (scipys.low_slope, scipys.high_slope), rel=1e-12
-        )
+        assert (trend.slope_low, trend.slope_high) == pytest.approx((scipys.low_slope, scipys.high_slope), rel=1e-12)
     assert compared >= 5
 
 
@@ -111,16 +109,16 @@ def test_the_slopes_interval_covers_the_true_slope():
     seconds = np.arange(120.0)
     covered = 0
     for _ in range(80):
-        finding = fit_trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
-        covered += finding.slope_low <= 0.05 <= finding.slope_high
+        trend = fit_trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
+        covered += trend.slope_low <= 0.05 <= trend.slope_high
     assert covered >= 70  # 95% of 80 are 76
 
 
 @pytest.mark.parametrize("kind", list(quiet.KINDS))
 def test_hosts_without_aging_give_few_false_alarms(kind):
     """An alarm needs p < 0.01 for all metrics of a host together: three host-weeks give at most one by chance."""
-    finding = quiet.false_alarms(kind, 3)
-    assert finding.alarms <= 1, finding
+    false_alarms = quiet.false_alarms(kind, 3)
+    assert false_alarms.alarms <= 1, false_alarms
 
 
 def test_a_leak_is_detected_with_its_time():

@@ -17,7 +17,7 @@ from rekindle_lab.cluster.bed import Bed, BedError
 from rekindle_lab.cluster.counter import Answer
 from rekindle_lab.cluster.events import BedEvent
 from rekindle_lab.cluster.running import Span
-from rekindle_lab.cluster.tail import Tail
+from rekindle_lab.tail import Tail
 
 START = 1_800_000_000_000_000
 """A time in microseconds since 1970."""
@@ -93,6 +93,15 @@ def test_only_new_lines_of_a_growing_file_are_read(tmp_path):
     assert tail.lines() == []
     tail.path.write_text("anew\n")
     assert tail.lines() == ["anew"]
+    tail.path.unlink()
+    assert tail.lines() == []
+    (tmp_path / "other").touch()  # so that the number of the old file is not given to the new one
+    tail.path.write_text("of another file\nand longer\n")
+    assert tail.lines() == ["of another file", "and longer"]
+    with tail.path.open("a") as file:
+        file.write("skipped\n")
+    tail.skip()
+    assert tail.lines() == []
 
 
 def test_the_watch_must_live_and_see_one_qemu(tmp_path):

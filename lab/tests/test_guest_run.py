@@ -195,11 +195,11 @@ def test_wrk_runs_the_script(tmp_path):
         wait_until(lambda: port_file.exists() and port_file.read_text(), within_s=30)
         url = f"http://127.0.0.1:{port_file.read_text()}/"
         command = ["wrk", "--threads", "1", "--connections", "2", "--duration", "1s", "--script", load.WRK_SCRIPT, url]
-        done = subprocess.run([*command, "--", "/one", "/two"], capture_output=True, text=True, check=True)
+        completed = subprocess.run([*command, "--", "/one", "/two"], capture_output=True, text=True, check=True)
     finally:
         server.kill()
         server.wait()
-    window = load.parse_wrk(done.stdout)
+    window = load.parse_wrk(completed.stdout)
     assert window.throughput_per_s > 0 and window.failed == 0
     # If wrk exits before its last answers, the server has logged more requests than wrk has counted.
     requested = re.findall(r'"(GET [^"]*)"', log.read_text())
@@ -264,7 +264,7 @@ def test_a_guests_status_is_parsed():
         "paged_kib": 5060,
     }
     last = parse_status(STATUS.replace("100 0 50 800 50", "130 0 70 850 50").replace("5000", "5100"))
-    assert GuestStatus.responses([{"guest": first}, {"guest": last}]) == {
+    assert GuestStatus.responses([first, last]) == {
         "guest_cpu_pct": 50.0,
         "guest_load": 0.3,
         "guest_free_kib": 1500.0,

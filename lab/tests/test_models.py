@@ -112,7 +112,7 @@ def test_intervals_shorter_than_a_renewal_are_not_searched():
     }
     parameters = Parameters("y", OsReboot(34), techniques)
     low_s, high_s = DAY_S / 28, 4 * DAY_S
-    points = crossing.in_vmm_interval(parameters, "a", "b", low_s, high_s)
+    points = crossing.in_vmm_interval(parameters, "a", "b", low_s=low_s, high_s=high_s)
     assert all(40_000 < point.at < high_s for point in points)
     assert figures.figure_10(parameters)["vmm_interval_d"].min() * DAY_S > 40_000
 
@@ -127,7 +127,7 @@ def test_the_difference_changes_its_sign_at_each_crossing():
         timers = Timers(28 * DAY_S, os_interval_s)
         return availability_of(parameters, "saved", timers) - availability_of(parameters, "cold", timers)
 
-    points = crossing.in_os_interval(parameters, "saved", "cold", DAY_S, 40 * DAY_S)
+    points = crossing.in_os_interval(parameters, "saved", "cold", low_s=DAY_S, high_s=40 * DAY_S)
     assert points
     for point in points:
         before, after = difference(point.at * (1 - 1e-6)), difference(point.at * (1 + 1e-6))

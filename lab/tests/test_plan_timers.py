@@ -46,9 +46,9 @@ def test_units_are_what_systemd_understands(tmp_path):
     assert analyze, "no systemd-analyze in PATH (Debian: systemd)"
     files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".service", ".timer"))
     assert len(files) == 12  # a service and a timer for the VMM and for the OS of three VMs
-    done = subprocess.run([analyze, "verify", "--man=no", *files], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path) not in done.stderr, done.stderr
+    completed = subprocess.run([analyze, "verify", "--man=no", *files], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert str(tmp_path) not in completed.stderr, completed.stderr
     assert subprocess.run(["shellcheck", tmp_path / "rekindle-renew"], check=False).returncode == 0
 
 
@@ -152,8 +152,10 @@ class Renewals:
         """Runs a check; returns whether it renewed, and the exit status."""
         (self.folder / "now").write_text(str(now))
         before = self.count
-        done = subprocess.run(self.command(name, interval, phase, *also), env=self.environment, check=False, timeout=20)
-        return self.count > before, done.returncode
+        completed = subprocess.run(
+            self.command(name, interval, phase, *also), env=self.environment, check=False, timeout=20
+        )
+        return self.count > before, completed.returncode
 
     @property
     def count(self):

@@ -70,9 +70,9 @@ def under_load(folder):
     if not started.exists() or not (started_runs := lines(folder, started.name)):
         return False
     command = ["ip", "netns", "pids", started_runs[0]["leaves"]["netns"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
     # A process that has ended meanwhile has no name any more.
-    names = [path.read_text() for pid in done.stdout.split() if (path := Path("/proc", pid, "comm")).exists()]
+    names = [path.read_text() for pid in completed.stdout.split() if (path := Path("/proc", pid, "comm")).exists()]
     return "wrk\n" in names
 
 
@@ -95,9 +95,9 @@ def kill_under_load(folder):
 def test_after_a_kill_it_continues_and_each_run_gives_its_responses_and_leaves_nothing(tmp_path):
     kill_under_load(tmp_path)
     words, options = command(tmp_path)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, **options)
-    assert done.returncode == 0, done.stderr
-    assert "run 1, attempt 1: interrupted; repeated" in done.stderr
+    completed = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, **options)
+    assert completed.returncode == 0, completed.stderr
+    assert "run 1, attempt 1: interrupted; repeated" in completed.stderr
     finished = lines(tmp_path, "runs.jsonl")
     assert [(line["run"], line["attempt"]) for line in finished] == [(1, 2), (2, 1)]
     assert {line["treatment"]["technique"] for line in finished} == {"cold", "phase"}

@@ -64,7 +64,7 @@ def test_it_disagrees_if_a_coupled_renewal_does_not_reset_the_timer_of_the_os():
 
 
 def test_a_waiting_renewal_starts_despite_a_rest_below_the_clocks_resolution(monkeypatch):
-    """A renewal that waits for the end of degraded time, of which 1e-13 s is left, must not wait again and again.
+    """A renewal that waits for degraded time, of which less than the clock's resolution is left, must not wait forever.
 
     An endless loop would have far more steps than the few thousand of these simulations.
     """

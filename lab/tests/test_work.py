@@ -1,4 +1,4 @@
-"""Workloads in a guest and their progress marks, the guest's console, and stores of checkpoints.
+"""Workloads in a guest and their progress marks, and stores of checkpoints.
 
 A workload (here "compile") prints a mark for each unit of work, such as a file; the lab notes when it appeared. A
 window is one timed execution with its marks, as pairs (host clock in s, number of the unit).
@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from rekindle_lab.stores import certificates, on_disk
-from rekindle_lab.work import Console, Mark, Window
+from rekindle_lab.work import Mark, Window
 
 
 def window(marks, began=0.0, ended=10.0):
@@ -35,25 +35,6 @@ def test_progress_between_two_marks_follows_the_undisturbed_run():
 
 def test_no_progress_before_the_first_mark():
     assert window([(3.0, 1)]).position(2.0, window([(3.0, 1)])) == 0.0
-
-
-def test_a_console_returns_complete_lines_and_follows_a_new_file(tmp_path):
-    """A restore replaces the console's file, which has another inode then."""
-    path = tmp_path / "console.log"
-    path.write_bytes(b"old\n")
-    console = Console(path)
-    console.skip()
-    with path.open("ab") as file:
-        file.write(b"one\r\ntw")
-    assert console.lines() == [b"one\r"]
-    with path.open("ab") as file:
-        file.write(b"o\n")
-    assert console.lines() == [b"two"]
-    path.unlink()
-    assert console.lines() == []
-    (tmp_path / "other").write_bytes(b"kept, so that the number of the old file is not given to the new one")
-    path.write_bytes(b"after a restore\n")
-    assert console.lines() == [b"after a restore"]
 
 
 def test_certificates_are_signed_by_their_authority(tmp_path):

@@ -10,14 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from rekindle_lab.aging import exhaustion
-from rekindle_lab.aging.exhaustion import Finding
+from rekindle_lab.aging.exhaustion import DAY_S, Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
 from rekindle_lab.failure import fail
-from rekindle_lab.numbers import finite, for_json
+from rekindle_lab.numbers import for_json, is_finite_number
 from rekindle_lab.tables import table
-
-DAY_S = 86_400
 
 app = typer.Typer(no_args_is_help=True, help="Find resources that run out on a host and its guests.")
 
@@ -35,7 +33,7 @@ def _parse_limits(options: list[str] | None) -> dict[str, float]:
             limits[metric] = float(text)
         except ValueError as error:
             raise fail("aging", f"--limit {metric}={text}: not a number") from error
-        if not finite(limits[metric]):
+        if not is_finite_number(limits[metric]):
             raise fail("aging", f"--limit {metric}={text}: not a finite number")
     return limits
 

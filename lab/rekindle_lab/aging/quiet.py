@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from rekindle_lab.aging.exhaustion import judge
+from rekindle_lab.aging.exhaustion import DAY_S, judge
 from rekindle_lab.aging.samples import METRICS, Series
 
-DAY_S = 86_400
 STEP_S = 900
 """Seconds between two samples. More samples would be thinned out before the judgement."""
 HOST_METRICS = ("free_memory_kib", "slab_kib", "open_files", "response_time_ms")

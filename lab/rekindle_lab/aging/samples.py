@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rekindle_lab.numbers import finite
+from rekindle_lab.numbers import is_finite_number
 
 FORMAT = 1
 MAX_LISTED_PROBLEMS = 20
@@ -164,7 +164,7 @@ class _Reader:
         for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
             if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
                 self._report(row, key, f"{sample.get(key)!r} is not what it must be")
-        if len(self.problems) == problems_before and not finite(sample["unix_s"]):
+        if len(self.problems) == problems_before and not is_finite_number(sample["unix_s"]):
             self._report(row, "unix_s", f"{sample['unix_s']!r} is not a finite number")
         if not isinstance(sample.get("guest"), str | None):
             self._report(row, "guest", f"{sample['guest']!r} is not what it must be")
@@ -174,10 +174,8 @@ class _Reader:
     def _check_metrics(self, row: int, sample: dict[str, Any]) -> None:
         for metric in METRICS:
             for column in (metric, f"{metric}_limit"):
-                value = sample.get(column)
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if column in sample and not (is_number and finite(value)):
-                    self._report(row, column, f"{value!r} is not a finite number")
+                if column in sample and not is_finite_number(sample[column]):
+                    self._report(row, column, f"{sample[column]!r} is not a finite number")
 
     def series_since_last_boot(self, key: _SeriesKey, points: list[_Point], limits: dict[str, float]) -> Series:
         """Returns the values since the last boot, in the order of time."""

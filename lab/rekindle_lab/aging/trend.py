@@ -39,7 +39,8 @@ def variance_inflation(values: np.ndarray, seconds: np.ndarray, slope: float) ->
     """Returns by how much autocorrelation inflates the variance of Mann and Kendall's count; at least 1.
 
     Autocorrelations of the detrended ranks are summed up to the first that is not positive, since later ones are
-    mostly noise. Each is corrected for the bias of a short, detrended series, (2 + 4 r) / n.
+    mostly noise. Each is corrected for the bias of a short, detrended series, (2 + 4 r) / n. Their weights in the sum
+    are those of Hamed and Rao.
     """
     n = values.size
     ranks = stats.rankdata(values - slope * (seconds - seconds[0]))
@@ -55,7 +56,6 @@ def variance_inflation(values: np.ndarray, seconds: np.ndarray, slope: float) ->
         if observed <= 0:
             break
         unbiased = min(0.995, observed + (2 + 4 * observed) / n)
-        # Hamed and Rao's equation 16.
         inflation += 2 / (n * (n - 1) * (n - 2)) * (n - lag) * (n - lag - 1) * (n - lag - 2) * unbiased
     return max(1.0, inflation)
 

@@ -3,7 +3,7 @@
 A level is one of the compared ways; its sample has the values of its runs. The effect sizes:
 
 - eta squared: the share of the variance that the levels explain; omega squared: the same without its upward bias (Hays,
-  Statistics, 1963);
+  Statistics for Psychologists, 1963);
 - for two levels: the difference of the means, in the response's unit and relative to the second, and Hedges' g: the
   difference in pooled standard deviations, corrected for small samples (Hedges, J. Educational Statistics 6, 1981).
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle_lab.numbers import finite
+from rekindle_lab.numbers import is_finite_number
 
 FORMAT = 1
 MAX_LISTED_PROBLEMS = 20
@@ -264,8 +264,8 @@ class _Checker:
         self._check_same_experiment(lines)
         levels = {line.row: self._check_treatment(line) for line in lines}
         self._check_versions(lines)
-        done = self._successful_lines_by_run(lines)
-        response_names = self._response_names(done)
+        line_of_run = self._successful_lines_by_run(lines)
+        response_names = self._response_names(line_of_run)
         runs = [
             Run(
                 row=line.row,
@@ -274,12 +274,12 @@ class _Checker:
                 level=levels[line.row],
                 responses=self._check_responses(line, response_names),
             )
-            for number, line in done.items()
+            for number, line in line_of_run.items()
         ]
         treatments = {line.entries["run"]: _as_texts(line.entries["treatment"]) for line in lines}
         if self.order:
             treatments |= {number: planned.treatment for number, planned in self.order.planned.items()}
-        self._check_none_is_missing(lines, done, treatments)
+        self._check_none_is_missing(lines, line_of_run, treatments)
         if not any(problem.kind == "bad" for problem in self.problems):  # too few runs may follow from other problems
             self._check_enough_runs(runs, [_label(treatment, self.factor) for treatment in treatments.values()])
         return runs
@@ -346,22 +346,22 @@ class _Checker:
 
     def _successful_lines_by_run(self, lines: list[_Line]) -> dict[int, _Line]:
         """Returns the successful attempt of each run, by the run's number."""
-        done: dict[int, _Line] = {}
+        line_of_run: dict[int, _Line] = {}
         for line in lines:
             number, outcome = line.entries["run"], line.entries["outcome"]
             if outcome not in ("done", "failed"):
                 self.report(line.row, "outcome", f"'{outcome}'; it must be done or failed")
-            elif outcome == "done" and number in done:
-                first_row = done[number].row
+            elif outcome == "done" and number in line_of_run:
+                first_row = line_of_run[number].row
                 self.report(line.row, "run", f"run {number} is done a second time; the first is row {first_row}")
             elif outcome == "done":
-                done[number] = line
-        return done
+                line_of_run[number] = line
+        return line_of_run
 
-    def _response_names(self, done: dict[int, _Line]) -> list[str]:
+    def _response_names(self, line_of_run: dict[int, _Line]) -> list[str]:
         if self.order is not None:
             return self.order.responses
-        return list(dict.fromkeys(name for line in done.values() for name in line.entries["responses"]))
+        return list(dict.fromkeys(name for line in line_of_run.values() for name in line.entries["responses"]))
 
     def _check_responses(self, line: _Line, names: list[str]) -> dict[str, float]:
         """Returns the responses of a run that are finite numbers; reports the others."""
@@ -374,7 +374,7 @@ class _Checker:
                 self.report(line.row, column, "is missing")
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 self.report(line.row, column, f"{value!r} is not a number")
-            elif not finite(value):
+            elif not is_finite_number(value):
                 self.report(line.row, column, f"{value} is not a finite number")
             else:
                 values[name] = float(value)
@@ -384,17 +384,17 @@ class _Checker:
         return values
 
     def _check_none_is_missing(
-        self, lines: list[_Line], done: dict[int, _Line], treatments: dict[int, dict[str, str]]
+        self, lines: list[_Line], line_of_run: dict[int, _Line], treatments: dict[int, dict[str, str]]
     ) -> None:
         planned = self.planned_runs(lines)
         row_of_failure = {line.entries["run"]: line.row for line in lines if line.entries["outcome"] == "failed"}
         for number in range(1, planned + 1):
-            if number not in done:
+            if number not in line_of_run:
                 levels = ", ".join(f"{factor}={level}" for factor, level in treatments.get(number, {}).items())
                 run = f"run {number} of {planned}" + (f" ({levels})" if levels else "")
                 row = row_of_failure.get(number)
                 self.report(row, "run", f"{run} {'is missing' if row is None else 'failed'}", "missing")
-        for number, line in done.items():
+        for number, line in line_of_run.items():
             if not 1 <= number <= planned:
                 self.report(line.row, "run", f"run {number} was not planned; there are 1 to {planned}")
 

@@ -4,7 +4,7 @@ The guest counts ticks. A fail-over restores it on another node from a checkpoin
 
 - `bed` starts the test bed and injects faults; `events` reads what it has done.
 - `counter` is a client that requests the guest's count; `running` records which QEMU runs the guest, and when.
-- `judge` decides from both records whether a run was correct; `timeline` draws a fail-over. `tail` reads growing files.
+- `judge` decides from both records whether a run was correct; `timeline` draws a fail-over.
 
 All but `bed` need only Python itself.
 """

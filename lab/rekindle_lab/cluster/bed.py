@@ -1,8 +1,9 @@
 """Drives `tests/cluster/bed`: starts it, injects faults, watches; removes everything at the end (`bed`, `Bed`).
 
-The bed has three nodes of a Pacemaker cluster as containers, a store of checkpoints and a power switch, which fences
-nodes: it ends a node that does not answer, and reports so. One VM runs on a node, protected by checkpoints. A client
-requests the guest's counter (`counter`), and a watch records which QEMU runs the guest (`running`).
+The bed has three nodes of a Pacemaker cluster (namespaces of this machine), a store of checkpoints and a power switch,
+which fences nodes: it ends a node that does not answer, and reports so. One VM runs on a node, protected by
+checkpoints. A client requests the guest's counter (`counter`), and a watch records which QEMU runs the guest
+(`running`).
 """
 
 import json
@@ -14,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from rekindle_lab.tail import Tail
 
 from . import counter, running
 from .events import BedEvent, read_events
-from .tail import Tail
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -55,6 +57,13 @@ def wait_for(what: str, query: Callable[[], T | None], deadline_s: float = DEADL
         time.sleep(every_s)
 
 
+class WatchedQemu(NamedTuple):
+    """A QEMU of the VM, and the node in which it runs."""
+
+    pid: int
+    node: str
+
+
 @dataclass
 class Bed:
     """A running test bed."""
@@ -86,7 +95,7 @@ class Bed:
 
     def call(self, *words: str, check: bool = True) -> str:
         """Runs `tests/cluster/bed WORDS`."""
-        done = subprocess.run(
+        completed = subprocess.run(
             [self.root / "tests/cluster/bed", *words],
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -94,9 +103,11 @@ class Bed:
             text=True,
             check=False,
         )
-        if check and done.returncode:
-            raise BedError(f"tests/cluster/bed {' '.join(words)}: exit status {done.returncode}: {done.stderr.strip()}")
-        return done.stdout.strip()
+        if check and completed.returncode:
+            raise BedError(
+                f"tests/cluster/bed {' '.join(words)}: exit status {completed.returncode}: {completed.stderr.strip()}"
+            )
+        return completed.stdout.strip()
 
     def start_client(self, patience_s: float = counter.PATIENCE) -> None:
         """Starts a client that waits `patience_s` for an answer; replaces a running client."""
@@ -165,8 +176,8 @@ class Bed:
         """Returns the spans of time in which a guest ran."""
         return running.spans(self.watch_events(), time.time_ns() // 1000)
 
-    def watched(self) -> tuple[int, str]:
-        """Returns the only QEMU and its node, from a watch event after this call.
+    def watched(self) -> WatchedQemu:
+        """Returns the only QEMU, from a watch event after this call.
 
         Raises `BedError` if the watch or the client has ended, or if there is not exactly one QEMU.
         """
@@ -175,11 +186,11 @@ class Bed:
                 raise BedError(f"{name} has ended")
         called_us = time.time_ns() // 1000
 
-        def qemus_in_new_beat() -> list[tuple[int, str]] | None:
+        def qemus_in_new_beat() -> list[WatchedQemu] | None:
             last_beat = next((event for event in reversed(self.watch_events()) if "beat" in event), None)
             if last_beat is None or last_beat["host_us"] <= called_us:
                 return None
-            return [(pid, node) for pid, node in last_beat["beat"]]
+            return [WatchedQemu(pid, node) for pid, node in last_beat["beat"]]
 
         qemus = wait_for("the watch over the QEMUs", qemus_in_new_beat, BEAT_DEADLINE_S)
         if len(qemus) != 1:
@@ -244,16 +255,17 @@ class Bed:
         return set()
 
 
-def is_switched_off(events: Iterable[tuple[float, str]], node: str) -> bool:
+def is_switched_off(events: Iterable[BedEvent], node: str) -> bool:
     """Returns whether the last event of a node is that the power switch has ended it.
 
-    >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
+    >>> is_switched_off([BedEvent(1.0, "kill n1"), BedEvent(1.1, "n1 gone")], "n1")
     False
-    >>> is_switched_off([(1.0, "cut n1"), (3.0, "switch off n1 rc=0"), (3.1, "kill n2"), (4.0, "heal n1")], "n1")
+    >>> texts = ["cut n1", "switch off n1 rc=0", "kill n2", "heal n1"]
+    >>> is_switched_off([BedEvent(1.0, text) for text in texts], "n1")
     True
     """
     switched_off = f"switch off {node} rc=0"
-    of_node = [text for _, text in events if text in (f"kill {node}", f"{node} on", switched_off)]
+    of_node = [event.text for event in events if event.text in (f"kill {node}", f"{node} on", switched_off)]
     return bool(of_node) and of_node[-1] == switched_off
 
 

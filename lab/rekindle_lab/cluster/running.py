@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -48,19 +49,21 @@ class Span:
     end_us: int
 
 
-def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
+class Overlap(NamedTuple):
+    """Two spans of which the second begins before the first ends."""
+
+    span: Span
+    later: Span
+
+
+def overlaps(spans: Iterable[Span]) -> list[Overlap]:
     """Finds pairs of QEMUs whose guests ran at the same time.
 
-    >>> overlaps([Span(1, "a", 0, 10), Span(2, "b", 10, 20), Span(3, "c", 15, 30)])
-    [(Span(pid=2, node='b', begin_us=10, end_us=20), Span(pid=3, node='c', begin_us=15, end_us=30))]
+    >>> [(overlap.span.pid, overlap.later.pid) for overlap in overlaps([Span(1, "a", 0, 10), Span(2, "b", 9, 20)])]
+    [(1, 2)]
     """
-    ordered = sorted(spans, key=lambda span: span.begin_us)
-    return [
-        (span, later)
-        for index, span in enumerate(ordered)
-        for later in ordered[index + 1 :]
-        if later.pid != span.pid and later.begin_us < span.end_us
-    ]
+    pairs = combinations(sorted(spans, key=lambda span: span.begin_us), 2)
+    return [Overlap(span, later) for span, later in pairs if later.pid != span.pid and later.begin_us < span.end_us]
 
 
 def read(path: Path, now_us: int) -> list[Span]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_lab.analysis import power
+from rekindle_lab.numbers import is_finite_number
 from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
 EXPERIMENT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -179,7 +180,7 @@ def _run_s(document: dict[str, Any]) -> float | None:
     value = document.get("run_s")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_finite_number(value) or value <= 0:
         raise DefinitionError(f"run_s: {value!r}; it must be seconds, more than 0")
     return float(value)
 

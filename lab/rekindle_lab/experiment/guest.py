@@ -141,7 +141,9 @@ class GuestRunner:
             with Sampler(guest_spec.sample_every_s, lambda: mentioning(str(work)), sample_guest) as sampler:
                 window = load.measure(rekindle, guest, guest_spec, guest_spec.measure_s)
         measured.samples += [*sampler.samples, {"load": window.raw}]
-        measured.responses |= sampler.responses() | (status.responses(sampler.samples) if status else {})
+        measured.responses |= sampler.responses()
+        if status:
+            measured.responses |= status.responses([sample["guest"] for sample in sampler.samples])
         measured.responses |= {
             "throughput_per_s": window.throughput_per_s,
             "response_time_ms": window.response_time_ms,
@@ -211,5 +213,5 @@ def _digest(binary: Path) -> str:
 
 def _wrk_version() -> str:
     """Returns the version in the first line of wrk's output."""
-    done = subprocess.run(["wrk", "--version"], capture_output=True, text=True, check=False)
-    return (done.stdout or done.stderr).split("Copyright")[0].strip()
+    completed = subprocess.run(["wrk", "--version"], capture_output=True, text=True, check=False)
+    return (completed.stdout or completed.stderr).split("Copyright")[0].strip()

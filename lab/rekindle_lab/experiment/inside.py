@@ -8,7 +8,8 @@ import os
 import select
 import subprocess
 import time
-from typing import Any, Self, TypedDict
+from statistics import fmean
+from typing import Self, TypedDict
 
 from rekindle_lab.os_guest import OsGuest
 
@@ -76,19 +77,15 @@ class GuestStatus:
         return parse(output.decode())
 
     @staticmethod
-    def responses(samples: list[dict[str, Any]]) -> dict[str, float]:
-        """Returns the responses of a window, whose `samples` have the guest's at the key `guest`.
-
-        Averages of load and free memory, totals of CPU and I/O.
-        """
-        in_guest = [sample["guest"] for sample in samples]
-        first, last = in_guest[0], in_guest[-1]
+    def responses(samples: list[GuestSample]) -> dict[str, float]:
+        """Returns the responses of a window: averages of load and free memory, totals of CPU and I/O."""
+        first, last = samples[0], samples[-1]
         ticks = last["ticks"] - first["ticks"]
         busy = ticks - (last["idle_ticks"] - first["idle_ticks"])
         return {
             "guest_cpu_pct": 100 * busy / ticks if ticks else 0.0,
-            "guest_load": sum(sample["load_15min"] for sample in in_guest) / len(in_guest),
-            "guest_free_kib": sum(sample["free_kib"] for sample in in_guest) / len(in_guest),
+            "guest_load": fmean(sample["load_15min"] for sample in samples),
+            "guest_free_kib": fmean(sample["free_kib"] for sample in samples),
             "guest_io_blocks": float(last["paged_kib"] - first["paged_kib"]),
         }
 

@@ -75,11 +75,11 @@ def _run_wrk(guest: Subject, guest_spec: GuestSpec, seconds: float) -> Window:
     command += ["wrk", "--threads", "1", "--connections", str(guest_spec.connections)]
     command += ["--duration", f"{math.ceil(seconds)}s", "--timeout", f"{WRK_TIMEOUT_S}s", "--script", str(WRK_SCRIPT)]
     command += [f"http://{guest.address}/", "--", *paths(guest, guest_spec.files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + WRK_MARGIN_S, check=False)
-    if done.returncode != 0:
-        output = (done.stderr.strip() or done.stdout.strip())[-500:]
-        raise RunError(f"wrk: exit status {done.returncode}: {output}", done.returncode)
-    return parse_wrk(done.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=seconds + WRK_MARGIN_S, check=False)
+    if completed.returncode != 0:
+        output = (completed.stderr.strip() or completed.stdout.strip())[-500:]
+        raise RunError(f"wrk: exit status {completed.returncode}: {output}", completed.returncode)
+    return parse_wrk(completed.stdout)
 
 
 def parse_wrk(output: str) -> Window:

@@ -19,6 +19,7 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Planned
 from rekindle_lab.rekindle import last_json
 from rekindle_lab.runs.processes import with_variable
+from rekindle_lab.runs.workspace import end_processes
 
 MARK = "REKINDLE_LAB_MARK"
 """Environment variable by which the processes of a killed run are found."""
@@ -74,10 +75,8 @@ class CommandRunner:
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """Ends the processes of an attempt that was killed, since they would run during the next attempt."""
-        pids = with_variable(MARK, leaves["mark"]) if "mark" in leaves else []
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if "mark" in leaves:
+            end_processes(with_variable(MARK, leaves["mark"]))
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
         """Runs the program in the definition's folder."""

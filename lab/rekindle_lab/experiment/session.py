@@ -19,7 +19,7 @@ from rekindle_lab.experiment import order as orders
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Order, Planned
 from rekindle_lab.experiment.runner import Measured, RunError, Runner
-from rekindle_lab.numbers import finite, for_json
+from rekindle_lab.numbers import for_json, is_finite_number
 from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
 from rekindle_lab.runs.ledger import RUNS, Ledger
 
@@ -136,7 +136,7 @@ def _keep_responses(measured: Measured, names: tuple[str, ...]) -> None:
     """Keeps only the responses called `names`. Raises if one of them is missing or not a finite number."""
     for name in names:
         value = measured.responses.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
+        if not is_finite_number(value):
             raise RunError(f"response {name}: {value!r} is not a finite number", measured=measured)
     measured.responses = {name: measured.responses[name] for name in names}
 

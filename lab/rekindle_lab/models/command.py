@@ -69,13 +69,17 @@ def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
     Only where both techniques are possible: clusters larger than their spare hosts, intervals longer than a renewal.
     """
     vmm_s, os_s = parameters.timers.vmm_interval_s, parameters.timers.os_interval_s
+    divisor = 28  # the paper's VMM interval over a day
     rows = []
-    # A 28th of the VMM's interval is a day in the paper, whose interval is 28 days.
     for name, other in combinations(parameters.techniques, 2):
         crossings_by_quantity = {
             "hosts": crossing.in_hosts(parameters, name, other),
-            "os_interval_d": crossing.in_os_interval(parameters, name, other, os_s / 28, 4 * max(vmm_s, os_s)),
-            "vmm_interval_d": crossing.in_vmm_interval(parameters, name, other, vmm_s / 28, vmm_s * 4),
+            "os_interval_d": crossing.in_os_interval(
+                parameters, name, other, low_s=os_s / divisor, high_s=4 * max(vmm_s, os_s)
+            ),
+            "vmm_interval_d": crossing.in_vmm_interval(
+                parameters, name, other, low_s=vmm_s / divisor, high_s=vmm_s * 4
+            ),
         }
         for quantity, crossings in crossings_by_quantity.items():
             unit = DAY_S if quantity.endswith("_d") else 1.0
@@ -178,7 +182,7 @@ def command(
             os_downtime_s=os_downtime_s,
         )
         if moves is not None:
-            inputs = with_moves(inputs, moves, move_guest, move_load, move_vms)
+            inputs = with_moves(inputs, moves, guest=move_guest, load=move_load, vms=move_vms)
         timers = inputs.timers
         inputs = inputs.at(
             Timers(

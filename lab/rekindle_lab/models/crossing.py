@@ -47,12 +47,12 @@ def crossings(
     edges = sorted({low, high, *(edge for edge in breaks if low < edge < high)})
     all_crossings: list[Crossing] = []
     sign_before = 0.0  # the last sign of the previous piece; 0: none yet
-    for left, right in pairwise(edges):
-        points = _points_inside(left, right)
+    for edge, next_edge in pairwise(edges):
+        points = _points_inside(edge, next_edge)
         values = [difference(point) for point in points]
         signs = [math.copysign(1, value) for value in values if value != 0]
         if sign_before and signs and signs[0] != sign_before:
-            all_crossings.append(Crossing(left, jump=True))
+            all_crossings.append(Crossing(edge, jump=True))
         all_crossings += _crossings_of_piece(difference, points, values)
         sign_before = signs[-1] if signs else sign_before
     return all_crossings
@@ -90,16 +90,20 @@ def in_hosts(parameters: Parameters, name: str, other_name: str, high: float = 1
     )
 
 
-def in_os_interval(parameters: Parameters, name: str, other_name: str, low_s: float, high_s: float) -> list[Crossing]:
-    """Returns the OS's intervals, in seconds, at which the availabilities of two techniques cross (figure 9)."""
+def in_os_interval(
+    parameters: Parameters, name: str, other_name: str, *, low_s: float, high_s: float
+) -> list[Crossing]:
+    """Returns the OS's intervals from `low_s` to `high_s` at which the availabilities cross (figure 9)."""
     technique, other = parameters.technique(name), parameters.technique(other_name)
     vmm_s = parameters.timers.vmm_interval_s
     breaks = [edge for coupled in (technique, other) for edge in os_breaks(coupled, vmm_s, low_s)]
     return crossings(lambda os_s: _difference(parameters, technique, other, Timers(vmm_s, os_s)), low_s, high_s, breaks)
 
 
-def in_vmm_interval(parameters: Parameters, name: str, other_name: str, low_s: float, high_s: float) -> list[Crossing]:
-    """Returns the VMM's intervals, in seconds, at which the availabilities of two techniques cross (figure 10).
+def in_vmm_interval(
+    parameters: Parameters, name: str, other_name: str, *, low_s: float, high_s: float
+) -> list[Crossing]:
+    """Returns the VMM's intervals from `low_s` to `high_s` at which the availabilities cross (figure 10).
 
     Omits intervals shorter than a renewal.
     """

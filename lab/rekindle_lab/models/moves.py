@@ -26,7 +26,7 @@ MoveRow = TypedDict(
         "paused before ms": float | None,  # earlier pauses of the guest, all together
         "whole s": float,  # duration of the move
         "degraded": float | None,  # share of throughput lost during the move, to 1; None if it was not measured
-        "not converged": int,  # moves that never ended, since the guest wrote faster than they copied
+        "not converged": int | None,  # live moves that never ended, since the guest wrote faster than they copied
     },
 )
 """A row of that table: medians of one way to move one guest under one load."""
@@ -83,7 +83,7 @@ def _technique(row: MoveRow, vms: int) -> Technique:
     )
 
 
-def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:
+def with_moves(parameters: Parameters, path: Path, *, guest: str, load: str, vms: int) -> Parameters:
     """Returns the parameters with the measured moves added; these replace techniques of the same name."""
     moves = read_moves(path, guest, load, vms)
     return replace(

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle_lab.numbers import is_finite_number
+
 DAY_S = 86_400.0
 
 
@@ -25,7 +27,7 @@ class ParameterError(ValueError):
 
 def _check(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
     """Raises `ParameterError` unless `value` is a number from `low` to `high`; above `low` with `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise ParameterError(f"{name}: {value!r} is not a finite number")
     if value < low or value > high or (open_low and value == low):
         bounds = f"more than {low:g}" if open_low else f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"

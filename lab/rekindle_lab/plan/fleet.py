@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
+from rekindle_lab.numbers import is_finite_number
 from rekindle_lab.plan.measured import read_measured
 from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
@@ -56,12 +57,12 @@ class Vms:
     @property
     def names(self) -> list[str]:
         """Names of all these VMs."""
-        return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
+        return _numbered(self.name, self.count)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are alike. Those of one `group` should not be renewed at the same time."""
+    """Hosts that are alike, named as `Vms`. Those of one `group` should not be renewed at the same time."""
 
     name: str
     count: int
@@ -71,7 +72,11 @@ class Hosts:
     @property
     def names(self) -> list[str]:
         """Names of all these hosts."""
-        return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
+        return _numbered(self.name, self.count)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
 
 def _days(document: dict[str, Any], key: str) -> float:
     value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_INTERVAL_D:
+    if not is_finite_number(value) or not 0 < value < MAX_INTERVAL_D:
         problem = "is missing" if value is None else f"{value!r}; it must be more than 0"
         raise DefinitionError(f"{key}: {problem} (the longest interval in days; `rekindle-lab aging` finds it)")
     return value * DAY_S
@@ -180,7 +185,7 @@ def _days(document: dict[str, Any], key: str) -> float:
 
 def _share(target: dict[str, Any], key: str) -> float | None:
     value = target.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1):
+    if value is not None and not (is_finite_number(value) and 0 < value < 1):
         raise DefinitionError(f"target.{key}: {value!r}; it must be between 0 and 1")
     return value
 

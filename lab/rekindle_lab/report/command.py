@@ -34,7 +34,7 @@ def write(
     }
     command = " ".join(["rekindle-lab report", runs.name, *(option for option, is_set in options.items() if is_set)])
     folder = (out or runs.parent / "report").resolve()
-    return page.write(checked_runs, judge(checked_runs, alpha), folder, command, order)
+    return page.write(checked_runs, judge(checked_runs, alpha), folder, command=command, order=order)
 
 
 def command(
@@ -66,6 +66,6 @@ def command(
         from rekindle_lab.report import results
 
         try:
-            print(results.publish(runs, publish.resolve(), factor, alpha, made_by, allow=allow))
+            print(results.publish(runs, publish.resolve(), factor=factor, alpha=alpha, made_by=made_by, allow=allow))
         except (ValueError, OSError) as error:
             raise fail("report", error, 1) from error

@@ -59,7 +59,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
+def write(runs: Runs, verdicts: list[Verdict], folder: Path, *, command: str, order: dict[str, Any] | None) -> Path:
     """Writes page, PNG and CSV files into `folder`, which is replaced; returns the page's path.
 
     `command`: the command that writes this report, for its reader; `order`: the content of order.json, if it is known.

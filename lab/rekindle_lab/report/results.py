@@ -21,11 +21,12 @@ RAW_DATA = "runs.jsonl.gz"
 
 
 def publish(
-    runs: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
+    runs: Path, folder: Path, *, factor: str | None, alpha: float, made_by: str, allow: dict[str, bool]
 ) -> Path:
     """Replaces the folder by a complete new one; returns the page's path.
 
-    Raises `ValueError` if the folder has other content.
+    `made_by`: the command that made the runs; `allow`: `allow_missing` and `allow_versions` of `load`. Raises
+    `ValueError` if the folder has other content.
     """
     checked_runs = load(runs, factor, **allow)
     verdicts = judge(checked_runs, alpha)

@@ -100,5 +100,5 @@ def end_processes(pids: list[int]) -> None:
 
 
 def _in_namespace(namespace: str) -> list[int]:
-    done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in done.stdout.split() if int(pid) != os.getpid()]
+    completed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in completed.stdout.split() if int(pid) != os.getpid()]

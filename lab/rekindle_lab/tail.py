@@ -12,6 +12,11 @@ class Tail:
     _offset: int = 0
     _inode: int = 0
 
+    def skip(self) -> None:
+        """Skips the present content."""
+        stat = self.path.stat()
+        self._offset, self._inode = stat.st_size, stat.st_ino
+
     def lines(self) -> list[str]:
         """Returns the lines since the last call; none without a file. Reads a replaced or truncated file anew.
 
