@@ -45,6 +45,12 @@ name = "postgres"
 """
 
 
+def vms_table(document, hosts, name):
+    """Returns the table of the VMs `name` on the hosts `hosts` in a plan's TOML, for a test to change it."""
+    hosts_table = next(table for table in document["hosts"] if table["name"] == hosts)
+    return next(table for table in hosts_table["vms"] if table["name"] == name)
+
+
 def fleet(text=TEXT, **changes):
     """Returns the fleet of a plan's TOML, with some of its top-level keys replaced."""
     return parse(tomllib.loads(text) | changes)

@@ -13,9 +13,10 @@ import time
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from made_plan import TEXT, fleet
+from made_plan import TEXT, fleet, vms_table
 from made_runs import campaign, order_json, write
 from typer.testing import CliRunner
 
@@ -71,35 +72,49 @@ def test_the_order_has_every_host_once_and_keeps_groups_apart():
     assert rolling.capacity == pytest.approx(0.9)
 
 
+class Absence(NamedTuple):
+    """A time, in seconds, in which a VM of a host is away."""
+
+    host: str
+    start_s: float
+    end_s: float
+
+
 def most_hosts_away(plan):
     """Returns how many hosts are away at the same time at most: a second computation, by counting.
 
     It lists when each VM of each host is away, in two intervals, since the end of one overlaps the start of the next.
     """
     fleet, rolling = plan.fleet, plan.rolling
-    spans = []  # (start in s, end in s, place of the host in the order)
-    for host, name in enumerate(rolling.hosts):
-        hosts = next(hosts_of_kind for hosts_of_kind in fleet.hosts if name in hosts_of_kind.names)
+    absences = []
+    for place, host in enumerate(rolling.hosts):
+        hosts = next(hosts_of_kind for hosts_of_kind in fleet.hosts if host in hosts_of_kind.names)
         offset_s = 0
         for vms in hosts.vms:
             away_s = fleet.vmm[plan.choices[hosts.name, vms.name].vmm].away_s
             for _ in range(vms.count):
                 for interval_number in range(2):
-                    start_s = host * rolling.spacing_s + interval_number * fleet.vmm_interval_max_s + offset_s
-                    spans.append((start_s, start_s + away_s + TICK_S, host))  # immediately, or as late as possible
+                    start_s = place * rolling.spacing_s + interval_number * fleet.vmm_interval_max_s + offset_s
+                    # It starts immediately, or as late as possible.
+                    absences.append(Absence(host, start_s, start_s + away_s + TICK_S))
                 offset_s += away_s if fleet.scope == "vmm" else 0
+
+    def hosts_away_at(moment_s):
+        return {absence.host for absence in absences if absence.start_s <= moment_s < absence.end_s}
+
     # The number can only grow when a VM starts to be away, so these moments are enough.
-    return max(len({host for other_s, end_s, host in spans if other_s <= start_s < end_s}) for start_s, _, _ in spans)
+    return max(len(hosts_away_at(absence.start_s)) for absence in absences)
 
 
 @pytest.mark.parametrize("scope", ["vmm", "host"])
 # From none to far longer than the time between two hosts (28 days / 10 = 241,920 s).
 @pytest.mark.parametrize("degraded_s", [0, 80_000, 80_500, 100_000, 130_000, 241_000, 330_000, 1_000_000])
 def test_as_many_hosts_overlap_as_stated(degraded_s, scope):
+    """`rolling.concurrent` is computed by a formula from the longest time that a host is away."""
     document = tomllib.loads(TEXT) | {"scope": scope}
     document["vmm"] = {"warm": {"vmm_downtime_s": 43, "degraded_rate": 0.1, "degraded_s": degraded_s}}
-    document["hosts"][0]["vms"][1]["allow_vmm"] = ["warm"]
-    document["hosts"][1]["vms"][0]["count"] = 3
+    vms_table(document, "web", "gpu")["allow_vmm"] = ["warm"]
+    vms_table(document, "db", "postgres")["count"] = 3
     plan = make(parse(document))
     assert most_hosts_away(plan) == plan.rolling.concurrent
 
@@ -115,7 +130,7 @@ def test_a_group_is_kept_apart_for_all_vms_of_a_host():
     document = tomllib.loads(TEXT)
     document["vmm"]["warm"] |= {"degraded_s": 60_000}
     assert not make(parse(document)).rolling.conflicts
-    document["hosts"][1]["vms"][0]["count"] = 9
+    vms_table(document, "db", "postgres")["count"] = 9
     text = "\n".join(make(parse(document)).rolling.conflicts)
     assert "it needs 3" in text and "group 'db': two of its 4 hosts overlap" in text
 
@@ -126,7 +141,7 @@ def test_unmet_capacity_and_groups_are_reported_with_a_sufficient_interval():
     10 hosts that follow each other need 10 times the time of one: 57.9 days.
     """
     document = tomllib.loads(TEXT)
-    document["hosts"][0]["vms"][1]["allow_vmm"] = ["cold"]
+    vms_table(document, "web", "gpu")["allow_vmm"] = ["cold"]
     document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
     plan = make(parse(document))
     assert plan.rolling.concurrent == 3
