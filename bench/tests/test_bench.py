@@ -162,7 +162,9 @@ def test_a_row_with_a_note_of_failure_has_a_problem():
 
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
-        found = Findings("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
+        found = Findings(
+            "one-raw.csv", [Figure(id="good", value=1.5, unit="ms", n=3, p95=math.inf, bar=NO_BAR, raw="one-raw.csv")]
+        )
         return report("vmm", read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(

@@ -94,8 +94,8 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     assert reached["not_recovered"] == (0.0, 13, True)
     assert reached["spare_memory"] == (0.0, 13, True)
     by_id = {figure.id: figure for figure in found.figures}
-    assert by_id["output_commit_rtt_0.2s"].of.ratio == pytest.approx(106 / 2.1)
-    assert by_id["output_commit_per_s_0.2s"].of.ours == pytest.approx(301)
+    assert by_id["output_commit_rtt_0.2s"].contrast.result.ratio == pytest.approx(106 / 2.1)
+    assert by_id["output_commit_per_s_0.2s"].contrast.result.ours == pytest.approx(301)
     assert str(by_id["output_commit_rtt_0.2s"].bar) == "none"
     lines = analysis.output(frame(rows))
     assert [(line["how"], line["every s"]) for line in lines] == [

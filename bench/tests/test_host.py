@@ -71,7 +71,7 @@ def test_figures_of_the_table(write):
     assert not found.absent
     both = by_id["host_suspend_resume"]
     assert (both.value, both.n) == (pytest.approx(0.7), 3)
-    assert both.of.ratio == pytest.approx(0.75 / 0.7)
+    assert both.contrast.result.ratio == pytest.approx(0.75 / 0.7)
     assert both.met
     assert by_id["host_warm_vs_cold"].value == pytest.approx(0.21)
     assert by_id["host_warm_vs_cold"].extra["cold_firmware_share"] == pytest.approx(0.02)

@@ -68,7 +68,7 @@ def test_the_figure_is_of_a_guest_that_works(frame):
     [figure] = found.figures
     assert figure.id == "move_stopped_vs_live" and not figure.met and figure.n == 8
     # The figure compares with the best of the ways that always converge.
-    assert figure.value == pytest.approx(1.6, rel=0.01) and "limit 20 ms" in figure.peer_is
+    assert figure.value == pytest.approx(1.6, rel=0.01) and "limit 20 ms" in figure.contrast.peer_is
     assert figure.extra["ratio_dirty_512m_live"] == pytest.approx(0.8, rel=0.01)
     assert figure.extra["ratio_idle_512m"] == pytest.approx(4.0, rel=0.01)
     assert figure.extra["ratio_idle_512m_tls_to_local"] == pytest.approx(2.0, rel=0.01)

@@ -91,7 +91,7 @@ def test_known_rows_give_known_figures(tmp_path):
     by_id = {figure.id: figure for figure in found.figures}
     kexec = by_id["kexec_vs_cold"]
     assert kexec.value == pytest.approx(8.5045 / 10.0045, rel=1e-3) and not kexec.met and kexec.n == 10
-    assert kexec.of.low <= kexec.value <= kexec.of.high
+    assert kexec.contrast.result.low <= kexec.value <= kexec.contrast.result.high
     assert kexec.extra["cold_before_kernel_s"] == pytest.approx(2.0)
     assert kexec.extra["kexec_from_kernel_s"] == kexec.extra["cold_from_kernel_s"] == pytest.approx(6.0)
     late = by_id["phase_late_vs_cold"]

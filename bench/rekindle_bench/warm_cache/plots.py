@@ -5,10 +5,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
+from rekindle_bench.rows import matching
 from rekindle_lab import style
 from rekindle_lab.stats import median
 
-from .analysis import rate, through_reboots, ways, where
+from .analysis import rate, through_reboots, ways
 
 COLOURS = {"warm-cache": "#0072B2", "cold": "#D55E00", "writeback": "#009E73", "none": "#999999"}
 AT = (-2, -1, 1, 2)
@@ -29,9 +30,9 @@ def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
         1, len(kinds), figsize=(2.6 * len(kinds) + 1, 3.4), squeeze=False, layout="constrained", sharey=False
     )
     for axes, (limit, on, what, block) in zip(all_axes[0], kinds, strict=True):
-        of = where(rows, limit=limit, on=on, what=what, block=block)
+        of = matching(rows, limit=limit, on=on, what=what, block=block)
         for way in ways(of):
-            known = [(at, rate(where(of, how=way, at=at))) for at in AT]
+            known = [(at, rate(matching(of, how=way, at=at))) for at in AT]
             points = [(AT.index(at), median(values)) for at, values in known if values]
             axes.plot(*zip(*points, strict=True), marker="o", color=COLOURS[way], label=way)
         axes.axvline(1.5, color="#888888", linestyle=":")
@@ -49,12 +50,12 @@ def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
 
 
 def _web(frame: pd.DataFrame, folder: Path) -> str | None:
-    rows = where(frame, case="http", what="http")
+    rows = matching(frame, case="http", what="http")
     if not len(rows):
         return None
     figure, axes = plt.subplots(figsize=(8.5, 3.6), layout="constrained")
     for way in ways(rows):
-        of = where(rows, how=way).groupby("second")["bytes"].median() / 1e6
+        of = matching(rows, how=way).groupby("second")["bytes"].median() / 1e6
         for part in (of[of.index < 0], of[of.index > 0]):
             label = way if part.index.min() < 0 else None
             axes.plot(part.index, part.to_numpy(), color=COLOURS[way], label=label)
