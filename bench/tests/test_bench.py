@@ -48,8 +48,8 @@ def make(tmp_path):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
         rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
         nothing = Rekindle(Path("/bin/true"), tmp_path)
-        space = Workspace(nothing.binary, tmp_path, tmp_path, ("none",))
-        env = Environment(tmp_path, nothing, "qemu", rows, space)
+        space = Workspace(binary=nothing.binary, work=tmp_path, disk=tmp_path, namespaces=("none",))
+        env = Environment(root=tmp_path, rekindle=nothing, qemu="qemu", rows=rows, space=space)
         env.trial = checked
         return env
 
@@ -250,7 +250,15 @@ def test_the_environment_selects_a_trial(bench, monkeypatch):
 
 def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
     with run.recorded("x", Row, task, lambda plan: ["half of it"]) as here:
         here.rows.append(Row("one", us=1))
         raise OSError("no namespace")
@@ -265,8 +273,16 @@ class Killed(BaseException):
 
 def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
-    space = Workspace(task.binary, tmp_path / "work", tmp_path / "disk", ())
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
+    space = Workspace(binary=task.binary, work=tmp_path / "work", disk=tmp_path / "disk", namespaces=())
 
     def killed(env, plan):
         for folder in (space.work, space.disk):
@@ -276,7 +292,9 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
 
     def measure(case):
         with run.recorded("x", Row, task, lambda plan: []) as here:
-            here.environment = Environment(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
+            here.environment = Environment(
+                root=tmp_path, rekindle=Rekindle(task.binary, space.work), qemu="qemu", rows=here.rows, space=space
+            )
             here.cases({"one": case})
 
     with pytest.raises(Killed):
@@ -292,7 +310,15 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
 
 def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
     with run.recorded("x", Row, task, lambda plan: []) as here:
         here.rows.append(Row("one", us=1))
         with pytest.raises(LedgerError, match="running already"), run.recorded("x", Row, task, lambda plan: []):

@@ -75,7 +75,13 @@ def rebooted(how, well, each_s):
     """Returns a reboot whose client gets 1 MB every 0.1 s before it, and every `each_s` from `well` on."""
     before = [Answer(-n / 10, 0.1, 10**6) for n in range(1, 51)]
     after = [Answer(well + n * each_s, each_s, 10**6) for n in range(1, web.AFTER + 1)]
-    return web.Reboot(how, before[::-1] + after, well, after[-1].at, 0 if how == web.COLD else 50_000_000)
+    return web.Reboot(
+        how=how,
+        answers=before[::-1] + after,
+        well=well,
+        end=after[-1].at,
+        retained_bytes=0 if how == web.COLD else 50_000_000,
+    )
 
 
 def test_a_web_server_through_both_reboots_is_drawn_and_listed(tmp_path):

@@ -38,12 +38,12 @@ def code() -> Code:
     symbols, start, end = Code.span(KALLSYMS)
     assert (start, end) == (START, START + 64)
     assert not any("virtblk" in name for _, name in symbols)
-    return Code(symbols, TEXT.ljust(64, b"\x90"), start)
+    return Code(symbols=symbols, text=TEXT.ljust(64, b"\x90"), start=start)
 
 
 def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
     all_of = {}
-    for place, one in enumerate(code.instructions(code.loaded()[0])):
+    for place, one in enumerate(code.instructions(code.run_under_load()[0])):
         if new := code.faulty(kind, place, one):
             all_of[f"{one.mnemonic} {one.op_str}"] = new
     return all_of
@@ -206,21 +206,30 @@ def test_the_paper_s_types_are_all_there():
 
 
 def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
-    file = RowFile(tmp_path / "faults-raw.csv", Row)
-    common = {"put": 10, "way": "host", "kept": 100, "overwritten": 0, "dropped": 0, "compared": 8192}
-    for n in range(3):
-        file.append(Row("cache", "corruption", 1, n, n, outcome="went on", served=90, refused=10, wrong=0, **common))
-        file.append(Row("text", "corruption", 1, n, n, outcome="crashed", served=95, refused=5, wrong=wrong, **common))
-    file.append(Row("stack", "corruption", 1, 0, 0, note="NoAnswerError: port 7007 does not answer"))
-    for name, hit in (("cache", [3, 4, 9]), ("none", [])):
-        row = Row(name, "corruption", 0, 0, 0, outcome="hung", served=100, refused=0, wrong=unchecked_wrong, **common)
-        row.hit, row.hit_wrong = hit, len(hit[:2])
-        file.append(row)
-    file.close()
-    again = RowFile(file.path, Row, append=True)
-    again.append(Row("none", "control", 1, 0, 0, outcome="went on", served=100, refused=0, wrong=0, **common))
-    again.close()
-    return file.path
+    """Writes rows: 7 finished checked runs (1 of them without faults), 1 unfinished, 2 unchecked (1 without faults).
+
+    `wrong`: blocks that each checked run with changed code reads wrong; `unchecked_wrong`: each unchecked run.
+    """
+    compared = {"put": 10, "way": "host", "kept": 100, "overwritten": 0, "dropped": 0, "compared": 8192}
+
+    def row(kind, outcome, *, refused=0, wrong=0, checked=1, block=0, **more):
+        counts = {"served": 100 - refused, "refused": refused, "wrong": wrong, **compared}
+        key = {"kind": kind, "of_class": "corruption", "checked": checked, "block": block, "seed": block}
+        return Row(outcome=outcome, **key, **counts, **more)
+
+    rows = RowFile(tmp_path / "faults-raw.csv", Row)
+    for block in range(3):
+        rows.append(row("cache", "went on", refused=10, block=block))
+        rows.append(row("text", "crashed", refused=5, wrong=wrong, block=block))
+    note = "NoAnswerError: port 7007 does not answer"
+    rows.append(Row(kind="stack", of_class="corruption", checked=1, block=0, seed=0, note=note))
+    rows.append(row("cache", "hung", wrong=unchecked_wrong, checked=0, hit=[3, 4, 9], hit_wrong=2))
+    rows.append(row("none", "hung", wrong=unchecked_wrong, checked=0, hit=[], hit_wrong=0))
+    rows.close()
+    continued = RowFile(rows.path, Row, append=True)
+    continued.append(row("none", "went on"))
+    continued.close()
+    return rows.path
 
 
 def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):

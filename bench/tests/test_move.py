@@ -119,11 +119,11 @@ def test_the_models_take_their_figures_from_it(frame, tmp_path):
 def test_rates_are_of_whole_intervals_before_the_command_and_until_the_stop():
     intervals = [{"start_ms": 100 * n, "answered": 40 if n < 10 else 20} for n in range(30)]
     probe = Probe({"interval_ms": 100, "started_unix_ns": 5_000_000_000, "intervals": intervals})
-    row = Row("moves", 512, "idle", "move", "disk", 0)
-    cases._service(probe, 6.0, 7.0, row)
+    row = Row(case="moves", memory_mib=512, load="idle", how="move", store="disk", round=0)
+    cases._fill_service_rates(row, probe, 6.0, 7.0)
     assert (row.before_per_s, row.during_per_s) == (pytest.approx(400.0), pytest.approx(200.0))
     # The measurement ended before one interval had passed.
-    cases._service(probe, 6.0, 6.05, row)
+    cases._fill_service_rates(row, probe, 6.0, 6.05)
     assert row.during_per_s is None
 
 

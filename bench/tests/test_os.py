@@ -34,7 +34,9 @@ write = partial(write_rows, rows)
 
 def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
     """Returns a row of a boot whose stages have these durations in s."""
-    row = Row("reboot", guest, 512, how, number, first_us=20_000, silent_host_us=START_US)
+    row = Row(
+        case="reboot", guest=guest, memory_mib=512, how=how, round=number, first_us=20_000, silent_host_us=START_US
+    )
     at = START_US + number * 1000
     for name, seconds in (
         ("ended", shut),
@@ -52,7 +54,16 @@ def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
 
 
 def restored(guest, how, number, shut, load, rest, case="reboot"):
-    row = Row(case, guest, 512, how, number, first_us=50_000, silent_host_us=START_US, candidate=how[6:])
+    row = Row(
+        case=case,
+        guest=guest,
+        memory_mib=512,
+        how=how,
+        round=number,
+        first_us=50_000,
+        silent_host_us=START_US,
+        candidate=how[6:],
+    )
     row.ended_host_us = START_US + round(shut * 1e6)
     row.load_us = round(load * 1e6) + number * 1000
     row.running_host_us = row.ended_host_us + row.load_us
@@ -81,7 +92,19 @@ def made_up():
         out.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
         peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
         out.append(peer)
-        out.append(Row("peers", "micro", 512, "qboot", number, 10**6, 10**4, START_US, START_US))
+        out.append(
+            Row(
+                case="peers",
+                guest="micro",
+                memory_mib=512,
+                how="qboot",
+                round=number,
+                gap_us=10**6,
+                first_us=10**4,
+                silent_host_us=START_US,
+                ended_host_us=START_US,
+            )
+        )
         out[-1].served_host_us = START_US + 10**6
     return out
 
@@ -217,7 +240,18 @@ def test_only_new_output_of_the_firmware_counts(tmp_path):
 def guest(tmp_path, kind, **more):
     folder = tmp_path / "image"
     folder.mkdir(exist_ok=True)
-    return OsGuest("g", Image(kind, folder), 512, 3, None, "ns", tmp_path, tmp_path, kind=kind, **more)
+    return OsGuest(
+        "g",
+        image=Image(kind, folder),
+        memory_mib=512,
+        index=3,
+        touch=None,
+        netns="ns",
+        ram_dir=tmp_path,
+        disk_dir=tmp_path,
+        kind=kind,
+        **more,
+    )
 
 
 def test_definitions_have_what_each_way_needs(tmp_path):
@@ -243,8 +277,8 @@ def test_a_reboot_that_did_not_resume_from_its_phase_is_rejected():
     gap = page_client.Gap(START_US, START_US + 1000, 10)
     result = {"name": "g", "stop_host_us": 1, "resume_host_us": 2, "phase": {"candidate": None, "skipped": ["why"]}}
     with pytest.raises(RekindleError, match="why"):
-        fill(Row("reboot", "micro", 512, "phase-services", 0), result, gap)
-    row = Row("reboot", "debian", 512, "kexec", 0)
+        fill(Row(case="reboot", guest="micro", memory_mib=512, how="phase-services", round=0), result, gap)
+    row = Row(case="reboot", guest="debian", memory_mib=512, how="kexec", round=0)
     fill(row, {"stop_host_us": 1, "resume_host_us": 2, "steps": []}, gap)
     assert row.ended_host_us is None and row.gap_us == 1000
 
@@ -302,7 +336,13 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
-    where = OsEnvironment(tmp_path, rekindle, "qemu", None, Workspace(tmp_path, tmp_path, tmp_path, ("ns",)))
+    where = OsEnvironment(
+        root=tmp_path,
+        rekindle=rekindle,
+        qemu="qemu",
+        rows=None,
+        space=Workspace(binary=tmp_path, work=tmp_path, disk=tmp_path, namespaces=("ns",)),
+    )
     where.record_loss(one, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
     assert where.errors == ["it did not return"]
@@ -316,7 +356,7 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
         def reboot(*_):
             if next(tries) < failing:
                 raise RekindleError("it did not return")
-            return Row("reboot", "micro", 512, "cold", 0)
+            return Row(case="reboot", guest="micro", memory_mib=512, how="cold", round=0)
 
         env = SimpleNamespace(
             os_guest=lambda *_, **__: guest(tmp_path, "micro"),
@@ -334,5 +374,5 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
         return len(rows), len(losses), "whole"
 
     all_of = FULL.rounds["micro"] * len(GUESTS["micro"])
-    assert case(cases.LOSSES) == (all_of - cases.LOSSES, cases.LOSSES, "whole")
-    assert case(cases.LOSSES + 1) == (0, cases.LOSSES, "stopped")
+    assert case(cases.TOLERATED_LOSSES) == (all_of - cases.TOLERATED_LOSSES, cases.TOLERATED_LOSSES, "whole")
+    assert case(cases.TOLERATED_LOSSES + 1) == (0, cases.TOLERATED_LOSSES, "stopped")

@@ -45,11 +45,30 @@ def checkpoint(case, how, stopped_ms, *, mib=512, every=2.0, interval=None, roun
 
 
 def save(how, stopped_ms, mib=512):
-    return Row("pause", "save", mib, "compile", "disk", how, 0, stopped_us=int(stopped_ms * 1000))
+    return Row(
+        case="pause",
+        what="save",
+        memory_mib=mib,
+        workload="compile",
+        store="disk",
+        how=how,
+        round=0,
+        stopped_us=int(stopped_ms * 1000),
+    )
 
 
 def window(how, seconds, *, case="slowdown", workload="compile", round=0, **more):  # noqa: A002
-    return Row(case, "window", 512, workload, more.pop("store", ""), how, round, window_us=int(seconds * 1e6), **more)
+    return Row(
+        case=case,
+        what="window",
+        memory_mib=512,
+        workload=workload,
+        store=more.pop("store", ""),
+        how=how,
+        round=round,
+        window_us=int(seconds * 1e6),
+        **more,
+    )
 
 
 def made_up(wrong=0, kept=0.26, slower=1.02):
@@ -77,9 +96,33 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
         out += [window(how, 10.0, workload="transcode", round=number) for how in ("none", "default")]
     for number in range(5):
         out.append(checkpoint("commit", "default", 2.0, round=number, took_us=120_000 + number, interval_ms=None))
-        out.append(Row("commit", "dd", 512, "dirty", "disk", "dd", number, took_us=100_000 + number, bytes=46_000_000))
+        out.append(
+            Row(
+                case="commit",
+                what="dd",
+                memory_mib=512,
+                workload="dirty",
+                store="disk",
+                how="dd",
+                round=number,
+                took_us=100_000 + number,
+                bytes=46_000_000,
+            )
+        )
     out += [
-        Row("wrong", "compare", 512, "compile", "disk", how, 0, checkpoints=n, pages=131072, written_since=9, wrong=w)
+        Row(
+            case="wrong",
+            what="compare",
+            memory_mib=512,
+            workload="compile",
+            store="disk",
+            how=how,
+            round=0,
+            checkpoints=n,
+            pages=131072,
+            written_since=9,
+            wrong=w,
+        )
         for how, n, w in (("default", 1000, wrong), ("cow", 100, 0))
     ]
     out += [checkpoint("rates", "cow", 1.0, rate_mb=50.0, workload="dirty") for _ in range(3)]

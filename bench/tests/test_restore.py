@@ -20,12 +20,23 @@ STEPS = steps([("prepare", "start QEMU", 0, 40), ("renew", "load its devices", 4
 
 def back(case, how, ms, number, *, mib=512, store="disk", **more):
     given = {"restore_us": int(ms * 1000), "fill_us": 2_000_000, "steps": STEPS, **more}
-    return Row(case, "restore", mib, "compile", store, how, number, **given)
+    return Row(
+        case=case, what="restore", memory_mib=mib, workload="compile", store=store, how=how, round=number, **given
+    )
 
 
 def rest(how, seconds, number, workload="compile", digest="aa"):
     return Row(
-        "after", "window", 512, workload, "disk", how, number, units=100, rest_us=int(seconds * 1e6), digest=digest
+        case="after",
+        what="window",
+        memory_mib=512,
+        workload=workload,
+        store="disk",
+        how=how,
+        round=number,
+        units=100,
+        rest_us=int(seconds * 1e6),
+        digest=digest,
     )
 
 
@@ -86,7 +97,18 @@ def moved(digest):
         out.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
         for which, what in (("undisturbed", "aa"), (how, own)):
             window = {"units": 100, "digest": what}
-            out.append(Row("elsewhere", "window", 512, "compile", "tls", which, number, **window))
+            out.append(
+                Row(
+                    case="elsewhere",
+                    what="window",
+                    memory_mib=512,
+                    workload="compile",
+                    store="tls",
+                    how=which,
+                    round=number,
+                    **window,
+                )
+            )
     return out
 
 

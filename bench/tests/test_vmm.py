@@ -65,7 +65,20 @@ def made_up(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
     for number in range(50):
         lost = sessions_lost if number == 7 else 0
         out.append(reboot("losses", "warm", number, 6.0, guest="debian", sessions=5, sessions_lost=lost))
-    out.append(Row("load", "debian", 1024, 1, "warm", 0, "l", answered=9000, failed=failed, connections_lost=0))
+    out.append(
+        Row(
+            case="load",
+            guest="debian",
+            memory_mib=1024,
+            vms=1,
+            how="warm",
+            round=0,
+            vm="l",
+            answered=9000,
+            failed=failed,
+            connections_lost=0,
+        )
+    )
     out += [reboot("memory", "warm", i, 5.0, memory_changed_bytes=changed) for i in range(3)]
     return out
 

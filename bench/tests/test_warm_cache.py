@@ -23,11 +23,33 @@ GIB = 1 << 30
 
 def read(how, at, seconds, number, limit="paper"):
     us = round(seconds * 1e6)
-    return Row("files", "read", how, limit, number, at, memory_mib=2048, block=4096, bytes=GIB, us=us)
+    return Row(
+        case="files",
+        what="read",
+        how=how,
+        limit=limit,
+        round=number,
+        at=at,
+        memory_mib=2048,
+        block=4096,
+        bytes=GIB,
+        us=us,
+    )
 
 
 def second(how, number, at, mb):
-    return Row("http", "http", how, "paper", number, memory_mib=1024, second=at, requests=1, bytes=int(mb * 1e6), us=1)
+    return Row(
+        case="http",
+        what="http",
+        how=how,
+        limit="paper",
+        round=number,
+        memory_mib=1024,
+        second=at,
+        requests=1,
+        bytes=int(mb * 1e6),
+        us=1,
+    )
 
 
 def made_up():
@@ -37,25 +59,45 @@ def made_up():
             out += [read(how, at, s + number / 100, number) for at, s in ((-2, 1.8), (-1, 1.8), (1, first), (2, 1.8))]
             ram, private, code = 2100 * 1024, 500 * 1024, 400 * 1024
             given = {"memory_mib": 2048, "ram_kib": ram, "private_kib": private, "code_kib": code, "cached_kib": 0}
-            out.append(Row("files", "memory", how, "paper", number, **given))
+            out.append(Row(case="files", what="memory", how=how, limit="paper", round=number, **given))
             steps = [{"step": f"Q{n}", "us": 1000 * n} for n in range(1, 23)]
             runs = ((-1, 10.0), (1, 10.1 if how == "warm-cache" else 20.0))
-            out += [Row("tpch", "tpch", how, "paper", number, at, us=int(s * 1e6), steps=steps) for at, s in runs]
+            out += [
+                Row(case="tpch", what="tpch", how=how, limit="paper", round=number, at=at, us=int(s * 1e6), steps=steps)
+                for at, s in runs
+            ]
             if how == "cold":
-                out.append(Row("tpch", "tpch", "cold-read", "paper", number, 1, us=10_000_000, steps=steps))
+                out.append(
+                    Row(
+                        case="tpch",
+                        what="tpch",
+                        how="cold-read",
+                        limit="paper",
+                        round=number,
+                        at=1,
+                        us=10_000_000,
+                        steps=steps,
+                    )
+                )
             out += [second(how, number, at, 20.0) for at in (-3, -2, -1)]
             out += [second(how, number, at, 19.8 if how == "warm-cache" else 4.0) for at in range(1, 8)]
         for how, ms in (("map", 1010), ("no-map", 1000)):
             given = {"bytes": GIB, "us": ms * 1000 + number, "cpu_us": 1}
-            out += [Row("map", what, how, "none", number, **given) for what in ("read", "write", "bytes")]
+            out += [
+                Row(case="map", what=what, how=how, limit="none", round=number, **given)
+                for what in ("read", "write", "bytes")
+            ]
         for how, mb in (("server", 120), ("qsd", 80), ("qsd-threads", 100)):
             given = {"block": 4096, "bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": mb * 10**4}
             given["requests"] = 10**5
-            out.append(Row("native", "read", how, "none", number, **given))
+            out.append(Row(case="native", what="read", how=how, limit="none", round=number, **given))
         given = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": 500_000}
-        out.append(Row("native", "read", "attic", "none", number, **given))
-    out += [Row("helper", "kill", "server", "none", number, us=80_000 + 1000 * number) for number in range(11)]
-    out.append(Row("helper", "verify", "server", "none", 0, bytes=GIB, errors=0))
+        out.append(Row(case="native", what="read", how="attic", limit="none", round=number, **given))
+    out += [
+        Row(case="helper", what="kill", how="server", limit="none", round=number, us=80_000 + 1000 * number)
+        for number in range(11)
+    ]
+    out.append(Row(case="helper", what="verify", how="server", limit="none", round=0, bytes=GIB, errors=0))
     return out
 
 
