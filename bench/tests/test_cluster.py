@@ -59,14 +59,10 @@ def values(found):
 
 
 def window(number, how, every_s, ms, per_s):
-    return Row(
-        *("output", number, how, number, "", 6.0, START, 3, True),
-        every_s=every_s,
-        median_us=ms * 1e3,
-        p99_us=ms * 2e3,
-        trips=100,
-        per_s=per_s,
-    )
+    """Returns a row of `output`: median round trip in ms, of which p99 is twice, and answers per second."""
+    key = {"case": "output", "round": number, "kind": how, "seed": number, "node": "", "planned": 3, "every_s": every_s}
+    measured = {"median_us": ms * 1e3, "p99_us": ms * 2e3, "trips": 100, "per_s": per_s, "recovered": True}
+    return Row(lasted_s=6.0, at_us=START, **key, **measured)
 
 
 def windows():
@@ -76,6 +72,11 @@ def windows():
 
 
 def test_figures_are_those_of_the_issue(frame, tmp_path):
+    """13 faults recovered (5 + 4 + 2 + 2), 9 of them without output commit's cases.
+
+    Answers came 2.0 to 2.4 s after the kills (median 2.2), fencing ended after 1.5 s. Each `held-off` row lost 2 ticks.
+    Medians of the windows: round trips of 106 and 2.1 ms; p99 is twice the median.
+    """
     rows = [row(n, answer=2.0 + n / 10, back=12, planned=5) for n in range(5)]
     rows += [row(n, "faults", "freeze", back=3, planned=4) for n in range(4)]
     rows += [row(n, "held", "kill", planned=2) for n in range(2)]
@@ -108,6 +109,7 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
 
 
 def test_two_concurrent_guests_or_one_lost_tick_too_many_miss_the_bar(frame):
+    """One overlap, two ticks and one tick are each too many; the control must lose at least one beyond the bound."""
     rows = [row(0), row(0, "faults", "cut", overlaps=1, planned=2), row(1, "faults", "cut-ring", beyond=2, planned=2)]
     rows.append(row(0, "held", "kill", beyond=1))
     rows.append(row(0, "held-off", "kill", back=1))
@@ -118,10 +120,11 @@ def test_two_concurrent_guests_or_one_lost_tick_too_many_miss_the_bar(frame):
     assert reached["counter_back_held"] == (1.0, 1, False)
     by_kind = {line["fault"]: line for line in analysis.by_kind(frame(rows))}
     assert by_kind["cut"]["two at once"] == 1
-    assert by_kind["cut-ring"]["beyond what is allowed_ticks"] == 2
+    assert by_kind["cut-ring"]["beyond what is allowed"] == 2
 
 
 def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
+    """It is not counted in n, so that n is less than planned, which misses the bar even with a sum of 0."""
     lost = row(1, "faults", "kill", planned=2, recovered=False, trouble="answers: not within 120 s")
     lost.fenced_us = lost.answer_us = None
     found = analysis.figures(frame([row(0), row(0, "faults", "cut", planned=2), lost]), "raw")
@@ -134,6 +137,7 @@ def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
 
 
 def test_fewer_than_planned_miss_the_bars(frame):
+    """121 = 20 + 100 + 1 planned faults; only `held` has all of its planned rows."""
     rows = [row(0, planned=20), row(0, "faults", "cut", planned=100), row(0, "held", "kill", planned=1)]
     found = analysis.figures(frame(rows), "raw")
     reached = values(found)
@@ -159,6 +163,10 @@ def counted(begin_s, end_s, first):
 
 def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
     # A client has received 120. The guest continues from the checkpoint with 101; its first answer is 125.
+    """The client has seen tick 120, the new QEMU starts at 101: 20 ticks (101 to 120) are counted again, so lost.
+
+    The first answer (125) hides that. A fail-over without output commit may lose `allowed_ticks`; with it nothing.
+    """
     answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
     events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
     one = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
@@ -176,6 +184,7 @@ def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
 
 
 def test_a_fault_that_was_not_watched_is_trouble():
+    """Without the events of the new QEMU, or its first tick, the loss is unknown; `store-cut` has no new QEMU."""
     answers = counted(0, 1, 101)
     blind = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S // 2)
     record_outcome(blind, 7, begins(7, -5), answers, 0)
@@ -190,6 +199,7 @@ def test_a_fault_that_was_not_watched_is_trouble():
 
 
 def test_ways_of_output_commit_take_turns():
+    """Every other round has the reverse order, so that a drift of the machine affects all ways alike."""
     first, second = output.turns(FULL, 0), output.turns(FULL, 1)
     assert first == second[::-1] and first[0] == ("none", None)
     assert {how for how, _ in first} == set(output.WAYS)
@@ -197,6 +207,7 @@ def test_ways_of_output_commit_take_turns():
 
 
 def test_round_trips_and_answers_are_counted():
+    """Each answer takes at least 10 ms, so 4 connections get at most 400 answers per second."""
     lines, servers = zip(*(socket.socketpair() for _ in range(4)), strict=True)
 
     def serve(server):
@@ -219,6 +230,7 @@ def test_round_trips_and_answers_are_counted():
 
 
 def test_omissions_are_listed(frame):
+    """A file with one fault has no rows of the other cases."""
     found = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
     assert {line.split(":")[0] for line in found.absent} == {
         "figure failover_s",
@@ -239,6 +251,7 @@ def test_omissions_are_listed(frame):
 
 
 def test_faults_come_from_their_seeds():
+    """200 seeds draw every kind; only temporary faults have a duration, only `kill-store-away` has a lead."""
     drawn = [draw(seed) for seed in range(200)]
     assert drawn == [draw(seed) for seed in range(200)]
     assert {fault.kind for fault in drawn} == set(KINDS)
@@ -250,12 +263,14 @@ def test_faults_come_from_their_seeds():
 
 
 def test_with_output_commit_every_other_fault_is_a_kill():
+    """10 of the 20 faults of the full plan; the others are of various kinds, with different seeds."""
     given = held_faults(FULL.held)
     assert [fault.kind for _, fault in given[::2]] == ["kill"] * 10
     assert len({fault.kind for _, fault in given}) > 4 and len({seed for seed, _ in given}) == FULL.held
 
 
 def test_the_interval_is_the_actual_one():
+    """1.4 s (longest interval) plus 0.1 s (longest commit); 1.5 s are 30 ticks of 50 ms, and one at either end."""
     events = [
         {"interval_ms": None, "commit_us": 40_000},
         {"interval_ms": 1000, "commit_us": 20_000},

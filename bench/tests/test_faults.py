@@ -50,6 +50,7 @@ def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
 
 
 def test_each_code_fault_applies_to_its_instructions(code):
+    """Expected replacements are written by hand for the instructions of `TEXT`."""
     assert possible(code, "initialization") == {"mov qword ptr [rsp + 8], rax": [b"\x90" * 5]}
     assert possible(code, "interface") == {"mov rbp, rdi": [b"\x90" * 3]}
     branches = possible(code, "branch")
@@ -67,6 +68,7 @@ def test_each_code_fault_applies_to_its_instructions(code):
 
 
 def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code):
+    """Type `text` flips one bit; the module checks the old bytes before it writes the new ones."""
     changes = code.changes("text", random.Random(1))
     some = [next(changes) for _ in range(5)]
     assert len({change.address for change in some}) == 5
@@ -79,6 +81,7 @@ def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code)
 
 
 def test_hidden_kallsyms_are_rejected():
+    """For other users than root, all addresses in /proc/kallsyms are 0."""
     with pytest.raises(ValueError, match="root"):
         Code.span("0000000000000000 T filemap_read\n")
 
@@ -102,6 +105,7 @@ def changed(path: Path, before: bytes) -> set[int]:
 
 
 def test_frames_of_the_page_cache_are_found_by_their_content(memory):
+    """Frame 23 differs from block 1 in one bit, so it is no copy of it. A damaged frame is not found any more."""
     ram, image, path = memory
     cached = ram.cached(image)
     assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
@@ -113,6 +117,7 @@ def test_frames_of_the_page_cache_are_found_by_their_content(memory):
 
 
 def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
+    """The frames that have changed are exactly those returned; the file does not grow."""
     ram, image, path = memory
     before = path.read_bytes()
     behind = ram.overrun_cached(ram.cached(image), 2, random.Random(3))
@@ -122,6 +127,7 @@ def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
 
 
 def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
+    """The stack of task 7 has two pieces: 16 bytes at 0x1ff0 and 8 at 0x2000."""
     ram, _, path = memory
     before = path.read_bytes()
     assert ram.flip_stacks("7 1ff0 10\n7 2000 8\n", 5, random.Random(4)) == 5
@@ -132,6 +138,7 @@ def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
 
 
 def test_the_card_is_given_frames_of_the_page_cache(memory):
+    """The next four buffers (6, 7, 0, 1) may be in use; the two after them (2, 3) get the frames."""
     ram, image, _ = memory
     cached = ram.cached(image)
     size, table, ring = 8, 0, PAGE
@@ -149,6 +156,7 @@ def test_the_card_is_given_frames_of_the_page_cache(memory):
 
 
 def test_blocks_of_runs_have_each_type_once():
+    """4 checked and 2 unchecked sets of all types; 60 = 50 + 10 of the full plan. Finished runs are not repeated."""
     plan = Plan(runs=4, unchecked=2)
     every = jobs(plan, {})
     assert len(every) == (4 + 2) * len(KINDS)
@@ -169,6 +177,7 @@ def waits_for_lanes() -> bool:
 
 
 def test_lanes_that_are_interrupted_are_waited_for():
+    """Lane 1 interrupts the main thread while that waits; lane 0 ends later. Both end before `in_lanes` raises."""
     stopping, last = threading.Event(), threading.Event()
     ended, notified = [], []
 
@@ -201,6 +210,7 @@ def test_lanes_that_are_interrupted_are_waited_for():
 
 
 def test_the_paper_s_types_are_all_there():
+    """The paper's table has 14 types in three classes."""
     assert sum(kind.paper for kind in KINDS) == 14
     assert len({kind.of_class for kind in KINDS if kind.paper}) == 3
 
@@ -233,6 +243,10 @@ def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
 
 
 def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
+    """6 checked runs with faults; 3 * 10 + 3 * 5 = 45 refused blocks. The unchecked run hit 3 blocks, 2 of them wrong.
+
+    Runs without faults (type `none`) are not in the figures.
+    """
     frame = read(made_up(tmp_path))
     figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
     ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
@@ -249,6 +263,7 @@ def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
 
 
 def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_path):
+    """The control must read wrong blocks: otherwise the experiment shows nothing."""
     found = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
     assert [(figure.id, figure.met) for figure in found.figures] == [
         ("blocks_wrong", False),
@@ -258,5 +273,6 @@ def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_pat
 
 
 def test_complaints_of_a_kernel_are_detected():
+    """The second line is printed by every guest."""
     assert complaints("[    4.1] BUG: unable to handle page fault for address: ffff\n")
     assert not complaints("rekindle-micro ready\n")

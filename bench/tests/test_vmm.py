@@ -1,3 +1,5 @@
+"""Topic `vmm`: figures, tables and plots from invented rows."""
+
 import json
 from functools import partial
 
@@ -93,6 +95,10 @@ def figures_of(tmp_path, **changes):
 
 
 def test_known_rows_give_known_figures(tmp_path):
+    """Medians: warm 5 ms, cpr-transfer 10 ms; p95 by interpolation, 5.775 and 10.775 ms.
+
+    11 VMs take 41 ms (of 40, 41, 42), one alone 5.001 ms, one among many 8.2 ms.
+    """
     found = figures_of(tmp_path)
     assert set(found) == {
         "warm_vs_cpr_stopped",
@@ -122,6 +128,7 @@ def test_known_rows_give_known_figures(tmp_path):
 
 
 def test_a_worse_result_is_reported_as_worse(tmp_path):
+    """The samples of warm and cpr-transfer are exchanged."""
     raw = tmp_path / "vmm-raw.csv"
     write(raw, made_up(warm=CPR_512, cpr=WARM_512))
     result = CliRunner().invoke(app, ["vmm", "--from-raw", str(raw), "--out", str(tmp_path)])
@@ -144,12 +151,14 @@ def test_a_worse_result_is_reported_as_worse(tmp_path):
     ],
 )
 def test_every_loss_counts(tmp_path, changes, id_, value):
+    """Sessions, requests and connections are added."""
     figure = figures_of(tmp_path, **changes)[id_]
     assert figure.value == value
     assert not figure.met
 
 
 def test_eleven_vms_must_stay_under_both_bars(tmp_path):
+    """11 VMs take 100 us more than 11 times one VM, but less than 1 s. Five figures have no rows."""
     made = [row for row in made_up() if row.case == "count"]
     for row in made:
         if row.vms == 11:
@@ -162,6 +171,7 @@ def test_eleven_vms_must_stay_under_both_bars(tmp_path):
 
 
 def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
+    """Resampling has a fixed seed, so the JSON is equal byte for byte."""
     raw = tmp_path / "raw" / "vmm-raw.csv"
     raw.parent.mkdir()
     write(raw, made_up())
@@ -187,6 +197,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
 
 
 def test_tasks_before_and_after(tmp_path):
+    """`reboot` suspends for a third of the stop, and the client is answered 1 ms after the resume."""
     frame = write(tmp_path / "r.csv", [reboot("ram", "saved", 0, 900.0), reboot("ram", "cpr-transfer", 0, 3.0)])
     times = analysis.tasks(frame).set_index("how")
     assert times.loc["saved", "pre_ms"] == pytest.approx(300)
@@ -197,6 +208,7 @@ def test_tasks_before_and_after(tmp_path):
 
 
 def test_an_unrelated_file_is_rejected(tmp_path):
+    """The error says that it is not a raw file of the topic."""
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="not a raw file"):
@@ -204,6 +216,7 @@ def test_an_unrelated_file_is_rejected(tmp_path):
 
 
 def test_omissions_of_a_quick_run_are_listed():
+    """The full plan omits nothing."""
     assert left_out(FULL) == []
     text = "\n".join(left_out(QUICK))
     assert "micro with 8G: all of it" in text
@@ -212,11 +225,13 @@ def test_omissions_of_a_quick_run_are_listed():
 
 
 def test_bars():
+    """A limit is met exactly unless its operator is `<`."""
     assert Bar(1.0).met(1.0)
     assert not Bar(1.0, "<").met(1.0)
     assert Bar(0.0, "==").met(0)
 
 
 def test_wrong_usage_is_rejected(tmp_path):
+    """Exit status 2, as the module `__main__` documents."""
     assert CliRunner().invoke(app, ["nonsense"]).exit_code == 2
     assert CliRunner().invoke(app, ["vmm", "--only", "nonsense", "--out", str(tmp_path)]).exit_code == 2
