@@ -89,7 +89,7 @@ def test_a_failing_case_is_named_and_the_others_still_run(make):
 
 
 def test_an_error_that_does_not_end_its_case_fails_it_too(make):
-    """A case can record an error and go on with its next round."""
+    """A case can record an error and continue with its next round."""
     env = make()
     assert run_all(env, {"one": lambda env, plan: env.errors.append("round 3: lost")}) == ["one"]
 
@@ -103,7 +103,7 @@ def test_a_case_that_is_not_in_the_plan_is_left_out(make):
 
 
 def test_a_trial_requires_rows_of_every_case(make):
-    """In a trial a case without rows, or with an impossible row, fails; a lack of room does not."""
+    """In a trial a case without rows, or with an impossible row, fails; one that has no room does not."""
     env = make(Trial({"large": "takes hours"}))
     cases = {
         "good": leaves(Row("good", us=5)),
@@ -137,8 +137,8 @@ def test_a_trial_requires_rows_of_every_case(make):
 )
 def test_an_impossible_row_has_a_problem(row, problem):
     """The run of these rows took 1 s, so a duration of 60 s and a time 60 s before its begin are impossible."""
-    found = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
-    assert len(found) == 1 and problem in found[0]
+    row_problems = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
+    assert len(row_problems) == 1 and problem in row_problems[0]
 
 
 def test_possible_rows_have_no_problem():
@@ -160,7 +160,7 @@ def test_a_row_without_measurements_has_a_problem():
 
 
 def test_a_row_with_a_note_of_failure_has_a_problem():
-    """A field `trouble` says why a case did not work, whatever else the row has."""
+    """A field `trouble` states why a case did not work, whatever else the row has."""
 
     @dataclass
     class Fault:

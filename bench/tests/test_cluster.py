@@ -54,8 +54,8 @@ def frame(tmp_path):
     return of
 
 
-def values(found):
-    return {figure.id: (figure.value, figure.n, figure.met) for figure in found.figures}
+def values(findings):
+    return {figure.id: (figure.value, figure.n, figure.met) for figure in findings.figures}
 
 
 def window(number, how, every_s, ms, per_s):
@@ -82,9 +82,9 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     rows += [row(n, "held", "kill", planned=2) for n in range(2)]
     rows += [row(n, "held-off", "kill", planned=2, back=2, beyond=2) for n in range(2)]
     rows += windows()
-    found = analysis.figures(frame(rows), "raw")
-    assert not found.absent
-    reached = values(found)
+    findings = analysis.figures(frame(rows), "raw")
+    assert not findings.absent
+    reached = values(findings)
     assert reached["failover_s"] == (pytest.approx(2.2), 5, True)
     assert reached["failover_restore_s"] == (pytest.approx(0.7), 5, False)
     assert reached["split_brain"] == (0.0, 13, True)
@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     assert reached["counter_back_held_off"] == (4.0, 2, True)
     assert reached["not_recovered"] == (0.0, 13, True)
     assert reached["spare_memory"] == (0.0, 13, True)
-    by_id = {figure.id: figure for figure in found.figures}
+    by_id = {figure.id: figure for figure in findings.figures}
     assert by_id["output_commit_rtt_0.2s"].contrast.result.ratio == pytest.approx(106 / 2.1)
     assert by_id["output_commit_per_s_0.2s"].contrast.result.ours == pytest.approx(301)
     assert str(by_id["output_commit_rtt_0.2s"].bar) == "none"
@@ -127,24 +127,24 @@ def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
     """It is not counted in n, so that n is less than planned, which misses the bar even with a sum of 0."""
     lost = row(1, "faults", "kill", planned=2, recovered=False, trouble="answers: not within 120 s")
     lost.fenced_us = lost.answer_us = None
-    found = analysis.figures(frame([row(0), row(0, "faults", "cut", planned=2), lost]), "raw")
-    reached = values(found)
+    findings = analysis.figures(frame([row(0), row(0, "faults", "cut", planned=2), lost]), "raw")
+    reached = values(findings)
     assert reached["split_brain"] == (0.0, 2, False)
     assert reached["counter_back"] == (0.0, 2, False)
     assert reached["not_recovered"] == (1.0, 3, False)
-    assert "the time of fencing: not known of 1 of 2 kills" in found.absent
-    assert any("faults 2 (kill): not recovered: answers" in line for line in found.absent)
+    assert "the time of fencing: not known of 1 of 2 kills" in findings.absent
+    assert any("faults 2 (kill): not recovered: answers" in line for line in findings.absent)
 
 
 def test_fewer_than_planned_miss_the_bars(frame):
     """121 = 20 + 100 + 1 planned faults; only `held` has all of its planned rows."""
     rows = [row(0, planned=20), row(0, "faults", "cut", planned=100), row(0, "held", "kill", planned=1)]
-    found = analysis.figures(frame(rows), "raw")
-    reached = values(found)
+    findings = analysis.figures(frame(rows), "raw")
+    reached = values(findings)
     assert reached["failover_s"] == (pytest.approx(2.2), 1, False)
     assert reached["split_brain"] == (0.0, 3, False)
     assert reached["counter_back_held"] == (0.0, 1, True)
-    [split] = [figure for figure in found.figures if figure.id == "split_brain"]
+    [split] = [figure for figure in findings.figures if figure.id == "split_brain"]
     assert split.as_json()["planned"] == 121
 
 
@@ -169,18 +169,18 @@ def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
     """
     answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
     events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
-    one = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(one, 7, events, answers, 0)
+    lossy = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
+    record_outcome(lossy, 7, events, answers, 0)
     assert answers[49].tick == 120
-    assert (one.back, one.beyond, one.back_answers) == (20, 20, 0)
-    assert one.elsewhere and not one.trouble
-    assert (one.running_us, one.answer_us) == (START + 3 * S, START + int(4.2 * S))
+    assert (lossy.back, lossy.beyond, lossy.back_answers) == (20, 20, 0)
+    assert lossy.elsewhere and not lossy.trouble
+    assert (lossy.running_us, lossy.answer_us) == (START + 3 * S, START + int(4.2 * S))
     within = Row(case="faults", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
     record_outcome(within, 7, events, answers, allowed_ticks(1.0))
     assert (within.back, within.beyond) == (20, 0)
-    exact = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(exact, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
-    assert (exact.back, exact.beyond) == (0, 0)
+    lossless = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
+    record_outcome(lossless, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
+    assert (lossless.back, lossless.beyond) == (0, 0)
 
 
 def test_a_fault_that_was_not_watched_is_trouble():
@@ -231,8 +231,8 @@ def test_round_trips_and_answers_are_counted():
 
 def test_omissions_are_listed(frame):
     """A file with one fault has no rows of the other cases."""
-    found = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
-    assert {line.split(":")[0] for line in found.absent} == {
+    findings = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
+    assert {line.split(":")[0] for line in findings.absent} == {
         "figure failover_s",
         "figure failover_restore_s",
         "figure counter_back_held",
@@ -264,9 +264,9 @@ def test_faults_come_from_their_seeds():
 
 def test_with_output_commit_every_other_fault_is_a_kill():
     """10 of the 20 faults of the full plan; the others are of various kinds, with different seeds."""
-    given = held_faults(FULL.held)
-    assert [fault.kind for _, fault in given[::2]] == ["kill"] * 10
-    assert len({fault.kind for _, fault in given}) > 4 and len({seed for seed, _ in given}) == FULL.held
+    faults = held_faults(FULL.held)
+    assert [fault.kind for _, fault in faults[::2]] == ["kill"] * 10
+    assert len({fault.kind for _, fault in faults}) > 4 and len({seed for seed, _ in faults}) == FULL.held
 
 
 def test_the_interval_is_the_actual_one():

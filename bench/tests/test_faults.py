@@ -42,11 +42,11 @@ def code() -> Code:
 
 
 def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
-    all_of = {}
-    for place, one in enumerate(code.instructions(code.run_under_load()[0])):
-        if new := code.faulty(kind, place, one):
-            all_of[f"{one.mnemonic} {one.op_str}"] = new
-    return all_of
+    replacements = {}
+    for place, instruction in enumerate(code.instructions(code.run_under_load()[0])):
+        if new := code.faulty(kind, place, instruction):
+            replacements[f"{instruction.mnemonic} {instruction.op_str}"] = new
+    return replacements
 
 
 def test_each_code_fault_applies_to_its_instructions(code):
@@ -105,7 +105,7 @@ def changed(path: Path, before: bytes) -> set[int]:
 
 
 def test_frames_of_the_page_cache_are_found_by_their_content(memory):
-    """Frame 23 differs from block 1 in one bit, so it is no copy of it. A damaged frame is not found any more."""
+    """Frame 23 differs from block 1 in one bit, so it is no copy of it. A damaged frame is not findings any more."""
     ram, image, path = memory
     cached = ram.cached(image)
     assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
@@ -162,8 +162,8 @@ def test_blocks_of_runs_have_each_type_once():
     assert len(every) == (4 + 2) * len(KINDS)
     for block in range(4):
         assert sorted(name for at, name, checked in every if at == block and checked) == sorted(k.name for k in KINDS)
-    left = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
-    assert [job for job in left if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
+    remaining = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
+    assert [job for job in remaining if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
     assert len(jobs(FULL, {})) == 60 * len(KINDS)
 
 
@@ -264,12 +264,12 @@ def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
 
 def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_path):
     """The control must read wrong blocks: otherwise the experiment shows nothing."""
-    found = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
-    assert [(figure.id, figure.met) for figure in found.figures] == [
+    findings = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
+    assert [(figure.id, figure.met) for figure in findings.figures] == [
         ("blocks_wrong", False),
         ("blocks_wrong_unchecked", False),
     ]
-    json.dumps([figure.as_json() for figure in found.figures])
+    json.dumps([figure.as_json() for figure in findings.figures])
 
 
 def test_complaints_of_a_kernel_are_detected():

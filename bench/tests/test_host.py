@@ -71,9 +71,9 @@ def test_figures_of_the_table(write):
     Downtimes are medians of 20, 21, 22 s (warm) and 100 s (cold, of which firmware takes 2 s). 12 guests: 2 in each of
     3 reboots of 2 kinds.
     """
-    found = analysis.figures(read(write(made_up())), "host-raw.csv")
-    by_id = {figure.id: figure for figure in found.figures}
-    assert not found.absent
+    findings = analysis.figures(read(write(made_up())), "host-raw.csv")
+    by_id = {figure.id: figure for figure in findings.figures}
+    assert not findings.absent
     both = by_id["host_suspend_resume"]
     assert (both.value, both.n) == (pytest.approx(0.7), 3)
     assert both.contrast.result.ratio == pytest.approx(0.75 / 0.7)
@@ -84,22 +84,22 @@ def test_figures_of_the_table(write):
     lost = by_id["host_guests_lost"]
     assert (lost.value, lost.n) == (0, 6)
     assert lost.extra == {"reboots_direct": 3, "reboots_emulated": 3, "guests": 12}
-    assert all(figure.met for figure in found.figures)
+    assert all(figure.met for figure in findings.figures)
 
 
 def test_one_guest_or_one_connection_that_is_lost_is_missed(write):
     """A guest that has booted instead of continuing has lost its memory."""
     rows = [*made_up(), *reboot("losses", "warm", 9, lost=1), *reboot("faults", "warm", 9, outcome="booted")]
-    found = analysis.figures(read(write(rows)), "host-raw.csv")
-    missed = {figure.id for figure in found.figures if not figure.met}
+    findings = analysis.figures(read(write(rows)), "host-raw.csv")
+    missed = {figure.id for figure in findings.figures if not figure.met}
     assert missed == {"host_tcp_lost", "host_guests_lost"}
 
 
 def test_nothing_measured_is_no_figure(write):
     """One warm reboot alone is not enough for any of the four figures."""
-    found = analysis.figures(read(write(reboot("counts", "warm", 0))), "host-raw.csv")
-    assert not found.figures
-    assert len(found.absent) == 4
+    findings = analysis.figures(read(write(reboot("counts", "warm", 0))), "host-raw.csv")
+    assert not findings.figures
+    assert len(findings.absent) == 4
 
 
 def test_tables_and_plots(write, tmp_path):
@@ -168,7 +168,7 @@ def test_stages_of_a_warm_and_of_a_cold_reboot():
 
     Resume: from 16 s to 16.7 s. The other stages are differences of the given times.
     """
-    found = stages(
+    warm = stages(
         [[*SUSPEND, *RESUME]],
         command=START,
         silent=START + 5 * S,
@@ -177,7 +177,7 @@ def test_stages_of_a_warm_and_of_a_cold_reboot():
         kernel=START + 8 * S,
         userspace_us=4 * S,
     )
-    assert found == {
+    assert warm == {
         "services_us": 5 * S,
         "suspend_us": 300_000,
         "down_us": 2 * S,

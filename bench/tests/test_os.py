@@ -83,18 +83,18 @@ def leaked(guest, how, number, before, leaked_kib, after):
 
 
 def made_up():
-    out = []
+    made = []
     for number in range(10):
-        out.append(booted("debian", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        out.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
-        out.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        out.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
-        out.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
-        out.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
-        out.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
+        made.append(booted("debian", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
+        made.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
+        made.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
+        made.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
+        made.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
+        made.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
+        made.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
         peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
-        out.append(peer)
-        out.append(
+        made.append(peer)
+        made.append(
             Row(
                 case="peers",
                 guest="micro",
@@ -107,8 +107,8 @@ def made_up():
                 ended_host_us=START_US,
             )
         )
-        out[-1].served_host_us = START_US + 10**6
-    return out
+        made[-1].served_host_us = START_US + 10**6
+    return made
 
 
 def test_known_rows_give_known_figures(tmp_path):
@@ -116,8 +116,8 @@ def test_known_rows_give_known_figures(tmp_path):
 
     A cold boot takes 10 s, kexec 8.5 s; the late phase 0.4 + 0.08 + 0.1 s. 3277 of 65536 KiB (5 %) of a leak remain.
     """
-    found = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
-    by_id = {figure.id: figure for figure in found.figures}
+    findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    by_id = {figure.id: figure for figure in findings.figures}
     kexec = by_id["kexec_vs_cold"]
     assert kexec.value == pytest.approx(8.5045 / 10.0045, rel=1e-3) and not kexec.met and kexec.n == 10
     assert kexec.contrast.result.low <= kexec.value <= kexec.contrast.result.high
@@ -135,15 +135,15 @@ def test_known_rows_give_known_figures(tmp_path):
     leak = by_id["leak_recovered"]
     assert leak.value == pytest.approx(0.95, abs=1e-3) and not leak.met
     assert leak.extra["micro_cold"] == 1.0, "less than before the leak is all of it"
-    assert any("phase_restore_ms_micro" in line for line in found.absent)
+    assert any("phase_restore_ms_micro" in line for line in findings.absent)
 
 
 def test_missing_rows_are_reported(tmp_path):
     """A file without rows has no figures, and names each."""
-    found = analysis.figures(write(tmp_path / "r.csv", []), "r.csv")
-    assert not found.figures
+    findings = analysis.figures(write(tmp_path / "r.csv", []), "r.csv")
+    assert not findings.figures
     for name in ("kexec_vs_cold", "phase_late_vs_cold", "phase_restore_ms", "leak_recovered"):
-        assert any(name in line for line in found.absent)
+        assert any(name in line for line in findings.absent)
 
 
 def test_stages_add_up_to_the_downtime(tmp_path):
@@ -164,8 +164,8 @@ def test_stages_add_up_to_the_downtime(tmp_path):
 def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):
     """By the command line, as a user does."""
     write(tmp_path / "os-raw.csv", made_up())
-    done = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "os.json").read_text())
     assert document["figures"]["phase_restore_ms"]["value"] == pytest.approx(84.5)
     for plot in document["plots"]:
@@ -280,13 +280,13 @@ def test_definitions_have_what_each_way_needs(tmp_path):
 
 def test_a_root_in_a_partition(tmp_path):
     """The partition starts at sector 2048 (1 MiB) and has 6144 sectors (3 MiB), as the image."""
-    one = guest(tmp_path, "debian")
-    source = one.image.folder / "disk.raw"
+    debian = guest(tmp_path, "debian")
+    source = debian.image.folder / "disk.raw"
     source.write_bytes(os.urandom(3 << 20))
-    make_disk("debian", one.image, one.own_disk)
-    made = one.own_disk.read_bytes()
-    assert made[1 << 20 :] == source.read_bytes() and made[510:512] == b"\x55\xaa"
-    assert int.from_bytes(made[454:458], "little") == 2048 and int.from_bytes(made[458:462], "little") == 6144
+    make_disk("debian", debian.image, debian.own_disk)
+    disk = debian.own_disk.read_bytes()
+    assert disk[1 << 20 :] == source.read_bytes() and disk[510:512] == b"\x55\xaa"
+    assert int.from_bytes(disk[454:458], "little") == 2048 and int.from_bytes(disk[458:462], "little") == 6144
 
 
 def test_a_reboot_that_did_not_resume_from_its_phase_is_rejected():
@@ -357,17 +357,17 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     """The next reboot needs a working guest."""
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
-    one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
-    where = OsEnvironment(
+    guest = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
+    env = OsEnvironment(
         root=tmp_path,
         rekindle=rekindle,
         qemu="qemu",
         rows=None,
         space=Workspace(binary=tmp_path, work=tmp_path, disk=tmp_path, namespaces=("ns",)),
     )
-    where.record_loss(one, "it did not return")
+    env.record_loss(guest, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
-    assert where.errors == ["it did not return"]
+    assert env.errors == ["it did not return"]
 
 
 def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
@@ -397,6 +397,6 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
             return len(rows), len(losses), "stopped"
         return len(rows), len(losses), "whole"
 
-    all_of = FULL.rounds["micro"] * len(GUESTS["micro"])
-    assert case(cases.TOLERATED_LOSSES) == (all_of - cases.TOLERATED_LOSSES, cases.TOLERATED_LOSSES, "whole")
+    all_reboots = FULL.rounds["micro"] * len(GUESTS["micro"])
+    assert case(cases.TOLERATED_LOSSES) == (all_reboots - cases.TOLERATED_LOSSES, cases.TOLERATED_LOSSES, "whole")
     assert case(cases.TOLERATED_LOSSES + 1) == (0, cases.TOLERATED_LOSSES, "stopped")

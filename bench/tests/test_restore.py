@@ -21,9 +21,9 @@ STEPS = steps([("prepare", "start QEMU", 0, 40), ("renew", "load its devices", 4
 
 
 def back(case, how, ms, number, *, mib=512, store="disk", **more):
-    given = {"restore_us": int(ms * 1000), "fill_us": 2_000_000, "steps": STEPS, **more}
+    columns = {"restore_us": int(ms * 1000), "fill_us": 2_000_000, "steps": STEPS, **more}
     return Row(
-        case=case, what="restore", memory_mib=mib, workload="compile", store=store, how=how, round=number, **given
+        case=case, what="restore", memory_mib=mib, workload="compile", store=store, how=how, round=number, **columns
     )
 
 
@@ -43,18 +43,18 @@ def rest(how, seconds, number, workload="compile", digest="aa"):
 
 
 def made_up(slower=1.03, digest="aa"):
-    out = [back("restore", "lazy", 80.0 + i, i) for i in range(9)]
-    out += [back("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
-    out += [back("restore", "eager", 900.0, i) for i in range(3)]
-    out += [back("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
-    out += [back("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
-    out += [back("prepared", "lazy", 90.0, i) for i in range(3)]
-    out += [back("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
+    made = [back("restore", "lazy", 80.0 + i, i) for i in range(9)]
+    made += [back("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
+    made += [back("restore", "eager", 900.0, i) for i in range(3)]
+    made += [back("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
+    made += [back("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
+    made += [back("prepared", "lazy", 90.0, i) for i in range(3)]
+    made += [back("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
     for number in range(4):
-        out.append(rest("undisturbed", 20.0 + number, number))
-        out.append(rest("lazy", (20.0 + number) * slower, number, digest=digest))
-        out.append(back("after", "lazy", 85.0, number, demanded_pages=1000, filled_pages=5000, worst_us=3000 + number))
-    return out
+        made.append(rest("undisturbed", 20.0 + number, number))
+        made.append(rest("lazy", (20.0 + number) * slower, number, digest=digest))
+        made.append(back("after", "lazy", 85.0, number, demanded_pages=1000, filled_pages=5000, worst_us=3000 + number))
+    return made
 
 
 write = partial(write_rows, rows)
@@ -62,9 +62,9 @@ write = partial(write_rows, rows)
 
 def test_known_rows_give_known_figures(tmp_path):
     """Medians of `made_up`: 84 ms of 80 to 88 ms, 92 ms with 8G, 1001 ms for the peer. Work takes 3 % longer."""
-    found = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
-    assert found.absent == ["figure slowdown_after_restore_transcoding: no rows"]
-    by_id = {figure.id: figure for figure in found.figures}
+    findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    assert findings.absent == ["figure slowdown_after_restore_transcoding: no rows"]
+    by_id = {figure.id: figure for figure in findings.figures}
     small = by_id["restore_ms_512m"].as_json()
     assert (small["value"], small["unit"], small["n"], small["met"], small["verdict"]) == (84, "ms", 9, True, "better")
     assert small["ratio_of"] == {"ours": 84, "peer": 1001}
@@ -79,8 +79,8 @@ def test_known_rows_give_known_figures(tmp_path):
 
 def test_a_slow_second_half_misses(tmp_path):
     """20 % longer than undisturbed; the bar is 4 %."""
-    found = analysis.figures(write(tmp_path / "r.csv", made_up(slower=1.2)), "r.csv")
-    after = next(figure for figure in found.figures if figure.id == "slowdown_after_restore")
+    findings = analysis.figures(write(tmp_path / "r.csv", made_up(slower=1.2)), "r.csv")
+    after = next(figure for figure in findings.figures if figure.id == "slowdown_after_restore")
     assert after.value == pytest.approx(0.2)
     assert not after.met
 
@@ -97,12 +97,12 @@ def test_table_2(tmp_path):
 
 
 def moved(digest):
-    out = []
+    made = []
     for number, how, own in ((0, "elsewhere", "aa"), (1, "libvirt", digest)):
-        out.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
+        made.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
         for which, what in (("undisturbed", "aa"), (how, own)):
             window = {"units": 100, "digest": what}
-            out.append(
+            made.append(
                 Row(
                     case="elsewhere",
                     what="window",
@@ -114,7 +114,7 @@ def moved(digest):
                     **window,
                 )
             )
-    return out
+    return made
 
 
 def test_work_continued_elsewhere_is_compared(tmp_path):
@@ -125,9 +125,9 @@ def test_work_continued_elsewhere_is_compared(tmp_path):
     assert second["equal"] == "yes"
     other = analysis.moves(write(tmp_path / "s.csv", made_up() + moved("bb")))
     assert [line["equal"] for line in other] == ["yes", "no"]
-    found = analysis.figures(write(tmp_path / "t.csv", made_up() + moved("aa")), "t.csv")
+    findings = analysis.figures(write(tmp_path / "t.csv", made_up() + moved("aa")), "t.csv")
     alone = analysis.figures(write(tmp_path / "u.csv", made_up()), "u.csv")
-    assert [figure.value for figure in found.figures] == [figure.value for figure in alone.figures]
+    assert [figure.value for figure in findings.figures] == [figure.value for figure in alone.figures]
 
 
 def test_figure_4_adds_up(tmp_path):

@@ -19,7 +19,7 @@ POLL_S = 0.002
 """Seconds between two reads of the firmware's output: the error of the loader's start."""
 STARTS_LOADER = b"Booting from"
 UPTIME_QUERIES = 7
-"""Number of times that a guest is asked for its uptime; the fastest answer has the smallest error."""
+"""Number of times that the guest's uptime is queried; the fastest answer has the smallest error."""
 
 
 class Firmware:
