@@ -35,11 +35,11 @@ TOPICS = {
 }
 
 ALL = "all"
-"""Selects every topic; only for a trial."""
+"""In place of a topic, selects every topic; only for a trial."""
 
 
 def refuse(text: str) -> typer.Exit:
-    """Prints why the benchmark cannot be run."""
+    """Prints why the benchmark cannot be run; returns the exit to raise."""
     print(f"bench: {text}", file=sys.stderr)
     return typer.Exit(2)
 
@@ -87,22 +87,36 @@ def main(
         raise typer.Exit(
             1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", qemu_path], folder) else 0
         )
-    chosen = TOPICS[topic]
-    plan = trials.PLANS[topic] if trial else chosen.plans.QUICK if quick else chosen.plans.FULL
+    plans = TOPICS[topic].plans
+    plan = trials.PLANS[topic] if trial else plans.QUICK if quick else plans.FULL
     command = command_of(topic, only or [], quick=quick, trial=trial)
-    task = Task(root, folder, binary, qemu_path, plan, only or [], command, trials.trial(topic) if trial else None)
+    task = Task(
+        root=root,
+        out=folder,
+        binary=binary,
+        qemu=qemu_path,
+        plan=plan,
+        only=only or [],
+        command=command,
+        trial=trials.trial(topic) if trial else None,
+    )
+    raise measure(topic, task)
+
+
+def measure(topic: str, task: Task) -> typer.Exit:
+    """Measures a topic, and analyses the rows; returns the exit to raise."""
     errors = []
     try:
-        raw = chosen.measure(task)
+        raw = TOPICS[topic].measure(task)
     except LedgerError as error:
         raise refuse(str(error)) from None
     except KeyboardInterrupt:
-        print(f"bench: what was measured is in {folder}; --from-raw analyses it", file=sys.stderr)
+        print(f"bench: what was measured is in {task.out}; --from-raw analyses it", file=sys.stderr)
         raise typer.Exit(130) from None
     except Exception as error:
-        raw = folder / raw_name(topic)
+        raw = task.out / raw_name(topic)
         errors.append(f"{topic}: {type(error).__name__}: {error}")
-    raise finish(topic, raw, folder, command, errors)
+    return finish(topic, raw, task.out, task.command, errors)
 
 
 def command_of(topic: str, only: list[str], *, quick: bool, trial: bool) -> str:

@@ -1,4 +1,8 @@
-"""The parts of a benchmark's cases: plan, trial, and the reasons to omit a case."""
+"""What the runner of cases knows of a case: its signature, its plan, and the reasons to omit it.
+
+A *case* is a function of a topic that measures one thing. A *plan* has the repetitions and sizes of a topic's cases. A
+*trial* is a run that only checks that every case still works.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +13,10 @@ Case = Callable[[Any, Any], None]
 
 
 class NoRoomError(Exception):
-    """The machine has not enough memory or disk for a case, or a requirement is missing."""
+    """The machine has not enough memory or disk for a case, or a requirement is missing.
+
+    The text continues a sentence that begins with `the machine`, such as `has no loop devices`.
+    """
 
 
 class NotPlannedError(Exception):
@@ -26,7 +33,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Trial:
-    """A run that only checks that every case still works."""
+    """The settings of a trial; `trial.py` has the plans."""
 
     not_tried: Mapping[str, str]
     """Cases that a trial leaves out, each with the reason."""

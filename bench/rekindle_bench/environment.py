@@ -1,4 +1,7 @@
-"""The environment of a benchmark: folders, a network namespace and VMs. Everything is removed when a run ends."""
+"""The environment of a benchmark: folders, a network namespace and VMs. Everything is removed when a run ends.
+
+`Setup` is what the command line gives; a topic makes its `Environment` from it, and passes that to every case.
+"""
 
 import os
 import re
@@ -20,6 +23,8 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.runs.workspace import Workspace
 
 MIB = 1 << 20
+RESERVE_MIB = 1024
+"""Memory and disk that a case leaves free, for the host's own use."""
 AnyGuest = TypeVar("AnyGuest", bound=Guest)
 AnyEnvironment = TypeVar("AnyEnvironment", bound="Environment")
 
@@ -29,15 +34,21 @@ class Environment:
     """Shared by all cases of a topic: VMs, folders, the file of rows, and notes on failures."""
 
     root: Path
+    """The folder of the project."""
     rekindle: Rekindle
     qemu: str
+    """The QEMU binary."""
     rows: RowFile
     space: Workspace
     began: float = field(default_factory=time.monotonic, kw_only=True)
+    """Start of the run, by the monotonic clock."""
     left_out: list[str] = field(default_factory=list, kw_only=True)
+    """What the cases omit, as lines for the report."""
     errors: list[str] = field(default_factory=list, kw_only=True)
     trial: Trial | None = field(default=None, kw_only=True)
+    """`None` unless the run is a trial."""
     images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
+    """Images that are built, by kind."""
 
     @property
     def work(self) -> Path:
@@ -71,19 +82,29 @@ class Environment:
         return self.images[kind]
 
     def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
-        """Returns a guest with its files in this environment."""
+        """Returns a guest with its files in this environment. `index`, `touch`: see `Guest`."""
         image = self.image(kind)
-        return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
+        return Guest(
+            name,
+            image=image,
+            memory_mib=memory_mib,
+            index=index,
+            touch=touch,
+            netns=self.netns,
+            ram_dir=self.ram_dir,
+            disk_dir=self.disk_dir,
+        )
 
     def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
         """Raises `NoRoomError` unless this much memory and disk is free, with a small reserve."""
         available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free_mib = int(available[1]) // 1024 if available else 0
-        if free_mib < memory_mib + 1024:
-            raise NoRoomError(f"needs {memory_mib + 1024} MiB of memory, {free_mib} MiB are available")
-        disk = shutil.disk_usage(self.disk_dir).free // MIB
-        if disk < disk_mib + 1024:
-            raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
+        memory_mib, disk_mib = memory_mib + RESERVE_MIB, disk_mib + RESERVE_MIB
+        if free_mib < memory_mib:
+            raise NoRoomError(f"needs {memory_mib} MiB of memory, {free_mib} MiB are available")
+        free_disk_mib = shutil.disk_usage(self.disk_dir).free // MIB
+        if free_disk_mib < disk_mib:
+            raise NoRoomError(f"needs {disk_mib} MiB of disk in {self.disk_dir}, {free_disk_mib} MiB are free")
 
     @contextmanager
     def ours(self, guest: AnyGuest, *, wait: bool = True) -> Iterator[AnyGuest]:
@@ -127,7 +148,9 @@ class Setup:
         """
         work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
         names = tuple(f"rkb{os.getpid()}{suffix}" for suffix in namespaces)
-        with Workspace(self.binary, work, self.disk / f"bench-{work.name}", names).made() as space:
+        with Workspace(
+            binary=self.binary, work=work, disk=self.disk / f"bench-{work.name}", namespaces=names
+        ).made() as space:
             yield space
 
     def environment(self, kind: type[AnyEnvironment], space: Workspace, **fields: Any) -> AnyEnvironment:  # noqa: ANN401

@@ -1,4 +1,7 @@
-"""Checks whether a row can be true: its types are the declared ones, and its values are possible within the run."""
+"""Checks in a trial whether a row can be true: its types are the declared ones, its values possible within the run.
+
+Names of a row's fields have the unit as suffix: `*_us` is microseconds, a duration or a time by the host's clock.
+"""
 
 import dataclasses
 import math
@@ -13,6 +16,7 @@ SIGNED = ("at", "second")
 SINCE_1970_US = 10**15
 """Microseconds above this limit are a time by the host's clock; those below are a duration."""
 SLACK_US = 2_000_000
+"""Error that is allowed in a time, in microseconds: clocks of guests and emulated hosts differ a little."""
 
 
 def plausible_since(begin_us: int) -> Callable[[Any], list[str]]:
@@ -27,31 +31,31 @@ def plausible_since(begin_us: int) -> Callable[[Any], list[str]]:
 def problems(row: Any, begin_us: int, now_us: int) -> list[str]:  # noqa: ANN401
     """Returns the problems of a row that was made between `begin_us` and `now_us`."""
     hints = get_type_hints(type(row))
-    found, measured = [], False
+    row_problems, is_measured = [], False
     for field in dataclasses.fields(row):
         value, hint = getattr(row, field.name), hints[field.name]
-        if not _is(value, hint):
-            found.append(f"{field.name} is {value!r}, not {getattr(hint, '__name__', hint)}")
+        if not _has_type(value, hint):
+            row_problems.append(f"{field.name} is {value!r}, not {getattr(hint, '__name__', hint)}")
             continue
-        # A field without a default identifies the row.
+        # A field without a default identifies the row; the others are measured.
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        measured |= has_default and value is not None and value not in ("", [])
+        is_measured |= has_default and value is not None and value not in ("", [])
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found += _number(field.name, float(value), begin_us, now_us)
-    if not measured:
-        found.append("nothing in it was measured")
+            row_problems += _problems_of_number(field.name, float(value), begin_us, now_us)
+    if not is_measured:
+        row_problems.append("nothing in it was measured")
     if trouble := getattr(row, "trouble", ""):
-        found.append(str(trouble))
+        row_problems.append(str(trouble))
     key = " ".join(str(getattr(row, name)) for name in ("case", "what", "kind", "how") if getattr(row, name, ""))
-    return [f"row {key}: {problem}" for problem in found]
+    return [f"row {key}: {problem}" for problem in row_problems]
 
 
-def _is(value: object, hint: Any) -> bool:  # noqa: ANN401
+def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401
     if hint is Any:
         return True
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return any(_is(value, one) for one in get_args(hint))
+        return any(_has_type(value, alternative) for alternative in get_args(hint))
     if origin is Literal:
         return value in get_args(hint)
     if hint is float:
@@ -61,7 +65,7 @@ def _is(value: object, hint: Any) -> bool:  # noqa: ANN401
     return isinstance(value, origin or hint)
 
 
-def _number(name: str, value: float, begin_us: int, now_us: int) -> list[str]:
+def _problems_of_number(name: str, value: float, begin_us: int, now_us: int) -> list[str]:
     if not math.isfinite(value):
         return [f"{name} is {value}"]
     if value < 0 and name not in SIGNED:

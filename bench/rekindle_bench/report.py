@@ -1,4 +1,9 @@
-"""The report of a topic: figures with their bars, as JSON for machines and as a table for the terminal."""
+"""The report of a topic: figures with their bars, as JSON for machines and as a table for the terminal.
+
+A *figure* is one number, such as a median or the ratio of two medians; its *bar* is the limit that it must meet. An
+analysis collects figures in `Findings`, from samples (lists of measured values); `Report` adds tables and the
+circumstances of the run.
+"""
 
 import json
 import math
@@ -33,24 +38,50 @@ NO_BAR = Bar(math.inf)
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Measured values, and what was measured, such as `warm, 512M`."""
+
+    label: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The comparison of a sample of ours with a second one: of a peer, or of Rekindle in another situation."""
+
+    result: Comparison
+    unit: str
+    """Unit of both samples."""
+    ours_is: str
+    peer_is: str
+    """What the second sample is, also if it is not a peer's."""
+    with_peer: bool = True
+    """Whether the second sample is a peer's. A comparison of Rekindle with itself cannot be lost: it has no verdict."""
+
+    @classmethod
+    def of(cls, ours: Sample, peer: Sample, unit: str, *, with_peer: bool = True) -> "Contrast":
+        """Compares the medians of two samples."""
+        return cls(compare(ours.values, peer.values), unit, ours.label, peer.label, with_peer)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure. `value` and `p95` are in `unit`; for a ratio, both are ours divided by the peer's."""
+    """One number that a topic reports, with the limit that it must meet."""
 
     id: str
     value: float
+    """In `unit`; for a ratio, ours divided by the peer's."""
     unit: str
     n: int
+    """Number of measured values behind `value`."""
     p95: float
+    """95th percentile of the same values; for a ratio, ours divided by the peer's."""
     bar: Bar
     raw: str
-    of: Comparison | None = None
-    of_unit: str = ""
-    ours_is: str = ""
-    peer_is: str = ""
+    """Name of the file of rows."""
+    contrast: Contrast | None = None
     ratio_bar: Bar | None = None
-    """Second bar, for `of.ratio`, where `value` is not that ratio."""
-    of_peer: bool = True
-    """Whether `of` compares Rekindle with a peer. A comparison of Rekindle with itself cannot be lost."""
+    """Second bar, for the ratio of `contrast`, where `value` is not that ratio."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers for the JSON, by name."""
     planned: int | None = None
@@ -61,20 +92,23 @@ class Figure:
         """Whether every bar is met, and as many values as planned were measured."""
         if self.planned is not None and self.n < self.planned:
             return False
-        ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
+        ratio_met = self.ratio_bar is None or (
+            self.contrast is not None and self.ratio_bar.met(self.contrast.result.ratio)
+        )
         return self.bar.met(self.value) and ratio_met
 
     @property
     def verdict(self) -> str:
-        """Verdict of `of`, inverted where more is better."""
-        if self.of is None:
+        """Verdict of the comparison with a peer, inverted where more is better; empty without a peer."""
+        if self.contrast is None or not self.contrast.with_peer:
             return ""
-        turned = {"better": "worse", "worse": "better"} if self.bar.op == ">=" else {}
-        return turned.get(self.of.verdict, self.of.verdict)
+        verdict = self.contrast.result.verdict
+        inverted = {"better": "worse", "worse": "better"} if self.bar.op == ">=" else {}
+        return inverted.get(verdict, verdict)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figure's entry under `figures`."""
-        out: dict[str, Any] = {
+        document: dict[str, Any] = {
             "value": _rounded(self.value),
             "unit": self.unit,
             "n": self.n,
@@ -84,96 +118,77 @@ class Figure:
             "ratio_of": None,
             "raw": self.raw,
         }
-        if self.of is not None:
-            out["ratio_of"] = {"ours": _rounded(self.of.ours), "peer": _rounded(self.of.peer)}
-            out |= {
-                "ratio_of_unit": self.of_unit,
-                "ours_is": self.ours_is,
-                "peer_is": self.peer_is,
-                "ratio": _rounded(self.of.ratio),
-                "ratio_ci95": [_rounded(self.of.low), _rounded(self.of.high)],
-                "permutation_p": _rounded(self.of.p),
-                "n_peer": self.of.n_peer,
+        if self.contrast is not None:
+            result = self.contrast.result
+            document["ratio_of"] = {"ours": _rounded(result.ours), "peer": _rounded(result.peer)}
+            document |= {
+                "ratio_of_unit": self.contrast.unit,
+                "ours_is": self.contrast.ours_is,
+                "peer_is": self.contrast.peer_is,
+                "ratio": _rounded(result.ratio),
+                "ratio_ci95": [_rounded(result.low), _rounded(result.high)],
+                "permutation_p": _rounded(result.p),
+                "n_peer": result.n_peer,
             }
-            if self.of_peer:
-                out["verdict"] = self.verdict
+            if self.contrast.with_peer:
+                document["verdict"] = self.verdict
         if self.ratio_bar is not None:
-            out["ratio_bar"] = str(self.ratio_bar)
+            document["ratio_bar"] = str(self.ratio_bar)
         if self.planned is not None:
-            out["planned"] = self.planned
-        return out | {key: _rounded(value) for key, value in self.extra.items()}
+            document["planned"] = self.planned
+        return document | {name: _rounded(number) for name, number in self.extra.items()}
 
 
 @dataclass
 class Findings:
-    """The figures, and the names of figures without rows."""
+    """The figures that an analysis has found in the rows, and the figures without rows."""
 
     raw: str
     """Name of the file of rows."""
     figures: list[Figure] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    """Lines for the report, mostly of figures that have no rows."""
 
-    def add(self, figure: Figure) -> None:
-        """Adds a figure."""
-        self.figures.append(figure)
+    def add(self, name: str, values: Sequence[float], unit: str, bar: Bar, **details: Any) -> None:  # noqa: ANN401
+        """Adds the figure of measured values: their median, number and p95. `details`: fields of `Figure` to change."""
+        fields = {"value": median(values), "n": len(values), "p95": p95(values), **details}
+        self.figures.append(Figure(id=name, unit=unit, bar=bar, raw=self.raw, **fields))
 
-    def add_sample(
+    def add_ratio(
         self,
         name: str,
-        unit: str,
-        sample: Sequence[float],
         bar: Bar,
         *,
-        value: float | None = None,
+        ours: Sample,
+        peer: Sample,
+        unit: str = "ms",
+        with_peer: bool = True,
         extra: dict[str, float] | None = None,
     ) -> None:
-        """Adds the figure of a sample: its median, or `value` if given, with the size and the p95 of the sample."""
-        value = median(sample) if value is None else value
-        self.add(Figure(name, value, unit, len(sample), p95(sample), bar, self.raw, extra=extra or {}))
+        """Adds the ratio of the medians of two samples in `unit`; reports a sample without values as missing."""
+        without_rows = [sample.label for sample in (ours, peer) if not sample.values]
+        if without_rows:
+            self.report_missing(name, " and ".join(without_rows))
+            return
+        contrast = Contrast.of(ours, peer, unit, with_peer=with_peer)
+        result = contrast.result
+        self.figures.append(
+            Figure(
+                id=name,
+                value=result.ratio,
+                unit="",
+                n=min(result.n_ours, result.n_peer),
+                p95=result.ours_p95 / result.peer_p95,
+                bar=bar,
+                raw=self.raw,
+                contrast=contrast,
+                extra=extra or {},
+            )
+        )
 
     def report_missing(self, name: str, what: str = "") -> None:
         """Records that a figure has no rows, or none for `what`."""
         self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
-
-    def ratio(
-        self,
-        name: str,
-        bar: Bar,
-        ours: Sequence[float],
-        peer: Sequence[float],
-        ours_is: str,
-        peer_is: str,
-        of_peer: bool = True,
-        unit: str = "ms",
-        extra: dict[str, float] | None = None,
-    ) -> None:
-        """Adds the ratio of two samples' medians, both in `unit`, as a figure."""
-        if not ours or not peer:
-            without_rows = [
-                name_of_sample for name_of_sample, sample in ((ours_is, ours), (peer_is, peer)) if not sample
-            ]
-            self.report_missing(name, " and ".join(without_rows))
-            return
-        of = compare(ours, peer)
-        tail = of.ours_p95 / of.peer_p95
-        n = min(of.n_ours, of.n_peer)
-        self.add(
-            Figure(
-                name,
-                of.ratio,
-                "",
-                n,
-                tail,
-                bar,
-                self.raw,
-                of,
-                unit,
-                ours_is,
-                peer_is,
-                of_peer=of_peer,
-                extra=extra or {},
-            )
-        )
 
 
 def _rounded(value: float) -> float:
@@ -196,8 +211,10 @@ class Report:
     topic: str
     command: str
     versions: dict[str, str]
+    """Versions of the measured programs, by name."""
     figures: list[Figure]
     left_out: list[str] = field(default_factory=list)
+    """What this run omits, compared with the full plan on a machine that can run everything."""
     errors: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     """Cases that ended with an error."""
@@ -250,25 +267,22 @@ class Report:
 
 
 def _line(figure: Figure) -> dict[str, Any]:
-    bars = str(figure.bar) + (f"; ratio {figure.ratio_bar}" if figure.ratio_bar else "")
+    """Returns the figure's row of the table `Against the bars`."""
     line = {
         "figure": figure.id,
         "value": f"{figure.value:.3g} {figure.unit}".strip(),
-        "bar": bars,
+        "bar": str(figure.bar) + (f"; ratio {figure.ratio_bar}" if figure.ratio_bar else ""),
         "": "" if figure.bar == NO_BAR else "met" if figure.met else "MISSED",
         "n": figure.n if figure.planned in (None, figure.n) else f"{figure.n} of {figure.planned}",
-        "ours": "",
-        "peer": "",
-        "ratio": "",
-        "95%": "",
-        "ours is": "",
     }
-    if figure.of is not None:
-        line |= {
-            "ours": f"{figure.of.ours:.3g} {figure.of_unit} ({figure.ours_is})",
-            "peer": f"{figure.of.peer:.3g} {figure.of_unit} ({figure.peer_is})",
-            "ratio": f"{figure.of.ratio:.3g}",
-            "95%": f"{figure.of.low:.3g} to {figure.of.high:.3g}",
-            "ours is": figure.verdict if figure.of_peer else "",
-        }
-    return line
+    contrast = figure.contrast
+    if contrast is None:
+        return line | dict.fromkeys(("ours", "peer", "ratio", "95%", "ours is"), "")
+    result = contrast.result
+    return line | {
+        "ours": f"{result.ours:.3g} {contrast.unit} ({contrast.ours_is})",
+        "peer": f"{result.peer:.3g} {contrast.unit} ({contrast.peer_is})",
+        "ratio": f"{result.ratio:.3g}",
+        "95%": f"{result.low:.3g} to {result.high:.3g}",
+        "ours is": figure.verdict,
+    }

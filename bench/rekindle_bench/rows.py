@@ -1,4 +1,8 @@
-"""Raw data: a CSV file with a row per measurement, written immediately, so that an interrupted run loses nothing."""
+"""Raw data: a CSV file with a row per measurement, written immediately, so that an interrupted run loses nothing.
+
+Each topic has a dataclass `Row` in its module `rows`. A field is a column of the file, and of the pandas data frame in
+which an analysis gets the rows. The file is TOPIC-raw.csv; a *sidecar* is a JSON file of the same run next to it.
+"""
 
 import csv
 import json
@@ -9,17 +13,19 @@ from typing import Any
 
 import pandas as pd
 
+from rekindle_lab.stats import median
+
 
 class RowFile:
-    """Appends rows of one dataclass to a new file or, with `append`, to an existing file of that dataclass.
-
-    Lists are written as JSON, `None` as an empty cell.
-    """
+    """Appends rows to a file. Lists are written as JSON, `None` as an empty cell."""
 
     def __init__(
         self, path: Path, kind: type, *, append: bool = False, check: Callable[[Any], list[str]] | None = None
     ) -> None:
-        """`check` returns the problems of a row, as text."""
+        """Opens a new file for rows of the dataclass `kind` or, with `append`, an existing one.
+
+        `check` returns the problems of a row, as text.
+        """
         self.path = path
         self.is_continued = append
         """Whether the file has the rows of an earlier run."""
@@ -56,26 +62,45 @@ class RowFile:
 
 
 def read_rows(path: Path, kind: type, topic: str) -> pd.DataFrame:
-    """Reads the rows of a file of `kind`. Missing numbers are NaN; lists and objects stay JSON text."""
-    texts = {field.name: str for field in fields(kind) if "str" in str(field.type) or "list" in str(field.type)}
-    frame = pd.read_csv(path, dtype=texts)
+    """Reads a file of rows of the dataclass `kind`. Missing numbers are NaN; lists and objects stay JSON text."""
+    text_columns = {field.name: str for field in fields(kind) if "str" in str(field.type) or "list" in str(field.type)}
+    frame = pd.read_csv(path, dtype=text_columns)
     missing = [field.name for field in fields(kind) if field.name not in frame.columns]
     if missing:
         raise ValueError(f"{path}: not a raw file of topic {topic}: no column {', '.join(missing)}")
     return frame
 
 
+def matching(frame: pd.DataFrame, **where: str | int | float) -> pd.DataFrame:
+    """Returns the rows in which each column named in `where` has the given value."""
+    for column, value in where.items():
+        frame = frame[frame[column] == value]
+    return frame
+
+
+def numbers(column: "pd.Series[Any]") -> list[float]:
+    """Returns the values of a column that are not missing."""
+    return [float(value) for value in column.dropna()]
+
+
 def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[float]:
     """Returns the values of `column` that are not missing, from the rows that match all of `where`."""
-    selected = frame
-    for key, value in where.items():
-        selected = selected[selected[key] == value]
-    return [float(value) for value in selected[column].dropna()]
+    return numbers(matching(frame, **where)[column])
 
 
 def milliseconds(values_us: Sequence[float]) -> list[float]:
-    """Converts microseconds to milliseconds."""
+    """Converts from microseconds."""
     return [value / 1e3 for value in values_us]
+
+
+def seconds(values_us: Sequence[float]) -> list[float]:
+    """Converts from microseconds."""
+    return [value / 1e6 for value in values_us]
+
+
+def median_or_none(values: Sequence[float]) -> float | None:
+    """Returns the median for a cell of a table, which stays empty without values."""
+    return median(values) if values else None
 
 
 def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401

@@ -1,6 +1,7 @@
-"""A run of a topic from start to end.
+"""A run of a topic from start to end: `recorded` opens the files, and `run_cases` runs the cases one after the other.
 
-Raw rows go into one file, the circumstances of the run into TOPIC-run.json; both can be read again.
+Rows go into TOPIC-raw.csv, the circumstances of the run into TOPIC-run.json, a line for each case into the *ledger*,
+TOPIC-runs.jsonl. From the ledger the next run learns what a killed one has left behind (its *leaves*), and removes it.
 """
 
 import json
@@ -27,6 +28,7 @@ from rekindle_lab.runs.ledger import Ledger
 from rekindle_lab.runs.workspace import Workspace
 
 TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
+
 BUSY_LOAD = 0.5
 """A machine whose load average in the minute before a run is higher is not called quiet."""
 
@@ -62,7 +64,7 @@ class Task:
 
 @dataclass
 class Run:
-    """A run that is under way. The topic sets `environment` once its VMs and folders can be made."""
+    """A run that is under way. `Topic.measure` sets `environment` once its VMs and folders can be made."""
 
     task: Task
     rows: RowFile
@@ -94,7 +96,7 @@ def load_before() -> float:
 def recorded(
     topic: str, kind: type, task: Task, left_out: Callable[[Any], list[str]], *, append: bool = False
 ) -> Iterator[Run]:
-    """Opens the ledger of the cases, and TOPIC-raw.csv for rows of `kind`, as a new file unless `append` is true.
+    """Opens the ledger, and TOPIC-raw.csv for rows of the dataclass `kind`, as new files unless `append` is true.
 
     Removes the remains of a killed run. Writes the circumstances of the run into TOPIC-run.json, however the body
     ends. `left_out` lists what a plan omits from the full plan.
@@ -108,7 +110,7 @@ def recorded(
         if not append:
             ledger.restart()
         rows = RowFile(task.out / raw_name(topic), kind, append=append, check=check)
-        run = Run(task, rows, ledger, task.left_out(left_out), earlier=len(ledger.runs))
+        run = Run(task=task, rows=rows, ledger=ledger, left_out=task.left_out(left_out), earlier=len(ledger.runs))
         if load > BUSY_LOAD and not task.trial:
             run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
         errors: list[str] = []
@@ -156,8 +158,9 @@ def _reason_to_omit(env: Environment, name: str, plan: Plan, only: list[str]) ->
 
 
 def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
+    """Runs a case; returns its line for the ledger. A case that raises, or that appends to `env.errors`, has failed."""
     del leaves  # the workspace of the environment, which all cases share
-    errors, left_out, rows = len(env.errors), len(env.left_out), env.rows.count
+    errors_before, left_out_before, rows_before = len(env.errors), len(env.left_out), env.rows.count
     has_room = True
     try:
         case(env, plan)
@@ -174,11 +177,12 @@ def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leave
         env.log(env.errors[-1])
     if env.trial:
         env.errors += [f"case {name}: {problem}" for problem in env.rows.take_problems()]
-        if has_room and env.rows.count == rows and len(env.errors) == errors:
+        if has_room and env.rows.count == rows_before and len(env.errors) == errors_before:
             env.errors.append(f"case {name}: it measured nothing")
-    failures, omissions, appended = env.errors[errors:], env.left_out[left_out:], env.rows.count - rows
-    outcome = "failed" if failures else "done" if appended or not omissions else "left out"
-    return RunEnd(outcome, {"rows": appended, "errors": failures, "left_out": omissions})
+    errors, omissions = env.errors[errors_before:], env.left_out[left_out_before:]
+    rows = env.rows.count - rows_before
+    outcome = "failed" if errors else "done" if rows or not omissions else "left out"
+    return RunEnd(outcome, {"rows": rows, "errors": errors, "left_out": omissions})
 
 
 def raw_name(topic: str) -> str:

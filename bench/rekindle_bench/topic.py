@@ -1,4 +1,7 @@
-"""A topic of the benchmarks: how it is measured, and how its rows become a report."""
+"""A topic of the benchmarks: how it is measured, and how its rows become a report.
+
+A topic is a package such as `vmm`; its module `topic` makes the one `Topic` from the package's other modules.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -59,6 +62,7 @@ class Topic:
     """A topic: its cases and their environment, and the analysis of their rows."""
 
     name: str
+    """As on the command line and in the names of files."""
     images: tuple[str, ...]
     """Kinds of the guests' images, built before the run."""
     rows: RowsModule
@@ -84,7 +88,9 @@ class Topic:
             # A run that fails early must not be drawn with the records of an earlier one.
             (task.out / self.throughput.file).unlink(missing_ok=True)
         with run.recorded(self.name, self.rows.Row, task, self.plans.left_out, append=is_resumed) as current:
-            setup = Setup(task.root, task.binary, task.qemu, current.rows, cache(), task.plan)
+            setup = Setup(
+                root=task.root, binary=task.binary, qemu=task.qemu, rows=current.rows, disk=cache(), plan=task.plan
+            )
             with self.environment(setup) as current.environment:
                 current.cases(self.cases)
         return raw

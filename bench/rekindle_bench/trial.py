@@ -23,6 +23,7 @@ from rekindle_bench.restore.plan import Piece
 from rekindle_bench.warm_cache.plan import FileAccess
 
 _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
+"""One repetition of each way to replace a VMM."""
 
 PLANS: dict[str, Any] = {
     "cluster": cluster.Plan(
@@ -36,22 +37,22 @@ PLANS: dict[str, Any] = {
         prepared=1,
         # Two pairs, since the second pair starts with the remains of the first.
         after={"compile": 2, "transcode": 1},
-        pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
-        units=Units(40, 200),
+        pieces={"compile": Piece(count=40, cut=10), "transcode": Piece(count=200, cut=50)},
+        units=Units(compile=40, transcode=200),
     ),
     "warm-cache": warm_cache.Plan(
         native=1,
         native_s=0.2,
         retained=1,
         files=(
-            FileAccess("read", 4096, 16, 1),
-            FileAccess("read", 1024, 4, 1),
-            FileAccess("write", 4096, 16, 1),
-            FileAccess("mmap-read", 4096, 16, 1),
+            FileAccess("read", block=4096, mib=16, rounds=1),
+            FileAccess("read", block=1024, mib=4, rounds=1),
+            FileAccess("write", block=4096, mib=16, rounds=1),
+            FileAccess("mmap-read", block=4096, mib=16, rounds=1),
         ),
         limits=("paper", "cloud"),
         folios=(),
-        peers=(FileAccess("read", 4096, 16, 1),),
+        peers=(FileAccess("read", block=4096, mib=16, rounds=1),),
         map_rounds=1,
         map_mib=16,
         tpch=0,
@@ -74,8 +75,8 @@ PLANS: dict[str, Any] = {
         extremes=(128, 256),
     ),
     "protect": protect.Plan(
-        units=Units(10, 50),
-        pause={512: Pause(1, 1, {"background-snapshot": 1, "mapped-ram": 1, "full": 1})},
+        units=Units(compile=10, transcode=50),
+        pause={512: Pause(rounds=1, checkpoints=1, saves={"background-snapshot": 1, "mapped-ram": 1, "full": 1})},
         intervals_s=(0.25,),
         cells=(
             ("disk", "compile", "default"),
@@ -121,7 +122,7 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
     """
     waiting, lock = list(topics), threading.Lock()
     failed: list[str] = []
-    running: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
     began = time.monotonic()
 
     def lane() -> None:
@@ -136,7 +137,7 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
                     process = subprocess.Popen(
                         command, stdout=file, stderr=file, env={**os.environ, "TRIAL": "1"}, start_new_session=True
                     )
-                running.append(process)
+                processes.append(process)
             status = process.wait()
             with lock:
                 duration = f"{time.monotonic() - since:.0f} s"
@@ -152,13 +153,14 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
     for lane_thread in lanes:
         lane_thread.start()
     try:
+        # Short waits, so that an interrupt is noticed soon.
         while any(lane_thread.is_alive() for lane_thread in lanes):
             lanes[0].join(0.2)
             lanes[-1].join(0.2)
     except KeyboardInterrupt:
         with lock:
             waiting.clear()
-        for process in running:
+        for process in processes:
             process.terminate()  # the process then removes everything that it has made
         for lane_thread in lanes:
             lane_thread.join()

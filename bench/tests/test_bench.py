@@ -48,8 +48,8 @@ def make(tmp_path):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
         rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
         nothing = Rekindle(Path("/bin/true"), tmp_path)
-        space = Workspace(nothing.binary, tmp_path, tmp_path, ("none",))
-        env = Environment(tmp_path, nothing, "qemu", rows, space)
+        space = Workspace(binary=nothing.binary, work=tmp_path, disk=tmp_path, namespaces=("none",))
+        env = Environment(root=tmp_path, rekindle=nothing, qemu="qemu", rows=rows, space=space)
         env.trial = checked
         return env
 
@@ -80,6 +80,7 @@ def fails(error):
 
 
 def test_a_failing_case_is_named_and_the_others_still_run(make):
+    """The second of three cases raises: only it fails, and the rows of the other two are kept."""
     env = make()
     cases = {"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}
     assert run_all(env, cases) == ["two"]
@@ -88,11 +89,13 @@ def test_a_failing_case_is_named_and_the_others_still_run(make):
 
 
 def test_an_error_that_does_not_end_its_case_fails_it_too(make):
+    """A case can record an error and continue with its next round."""
     env = make()
     assert run_all(env, {"one": lambda env, plan: env.errors.append("round 3: lost")}) == ["one"]
 
 
 def test_a_case_that_is_not_in_the_plan_is_left_out(make):
+    """Neither an empty plan nor a small machine is an error."""
     env = make()
     failed = run_all(env, {"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))})
     assert env.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
@@ -100,6 +103,7 @@ def test_a_case_that_is_not_in_the_plan_is_left_out(make):
 
 
 def test_a_trial_requires_rows_of_every_case(make):
+    """In a trial a case without rows, or with an impossible row, fails; one that has no room does not."""
     env = make(Trial({"large": "takes hours"}))
     cases = {
         "good": leaves(Row("good", us=5)),
@@ -132,15 +136,19 @@ def test_a_trial_requires_rows_of_every_case(make):
     ],
 )
 def test_an_impossible_row_has_a_problem(row, problem):
-    found = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
-    assert len(found) == 1 and problem in found[0]
+    """The run of these rows took 1 s, so a duration of 60 s and a time 60 s before its begin are impossible."""
+    row_problems = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
+    assert len(row_problems) == 1 and problem in row_problems[0]
 
 
 def test_possible_rows_have_no_problem():
+    """An integer is a valid float, and `at` may be negative: it counts from a reboot."""
     assert not problems(Row("x", at=-1, us=900_000, stop_host_us=BEGIN_US + 5, rate=2), BEGIN_US, BEGIN_US + 1_000_000)
 
 
 def test_a_row_without_measurements_has_a_problem():
+    """`case` has no default: it identifies the row, and does not count as measured. Zero counts."""
+
     @dataclass
     class Bare:
         case: str
@@ -152,6 +160,8 @@ def test_a_row_without_measurements_has_a_problem():
 
 
 def test_a_row_with_a_note_of_failure_has_a_problem():
+    """A field `trouble` states why a case did not work, whatever else the row has."""
+
     @dataclass
     class Fault:
         case: str
@@ -162,7 +172,9 @@ def test_a_row_with_a_note_of_failure_has_a_problem():
 
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
-        found = Findings("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
+        found = Findings(
+            "one-raw.csv", [Figure(id="good", value=1.5, unit="ms", n=3, p95=math.inf, bar=NO_BAR, raw="one-raw.csv")]
+        )
         return report("vmm", read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(
@@ -203,6 +215,7 @@ def bench(tmp_path, monkeypatch):
 
 
 def test_the_json_line_has_what_every_reader_expects(bench):
+    """The last line of output is valid JSON, also with numbers that JSON cannot represent."""
     status, document = bench(topic())
     assert status == 0
     assert {"topic", "versions", "command", "figures"} <= set(document)
@@ -214,6 +227,7 @@ def test_the_json_line_has_what_every_reader_expects(bench):
 
 
 def test_the_json_line_names_the_case_that_failed(bench, tmp_path):
+    """Errors of a run are read from TOPIC-run.json; the figures of the other cases are still reported."""
     about = {"failed": ["two"], "errors": ["case two: OSError: gone"]}
     (tmp_path / "vmm-run.json").write_text(json.dumps(about))
     status, document = bench(topic())
@@ -222,11 +236,13 @@ def test_the_json_line_names_the_case_that_failed(bench, tmp_path):
 
 
 def test_there_is_a_json_line_when_nothing_could_be_set_up(bench):
+    """An error of the measurement itself is reported in the JSON, too."""
     status, document = bench(topic(measure=failing_with(OSError("no tmpfs"))))
     assert status == 1 and document["errors"] == ["vmm: OSError: no tmpfs"]
 
 
 def test_there_is_a_json_line_when_the_rows_cannot_be_analysed(bench, tmp_path):
+    """An error of the analysis leaves a report without figures, with the errors of the run."""
     (tmp_path / "vmm-run.json").write_text(json.dumps({"failed": ["one"], "errors": ["case one: gone"]}))
     status, document = bench(topic(analyse=failing_with(KeyError("us"))))
     assert status == 1 and document["figures"] == {}
@@ -234,6 +250,7 @@ def test_there_is_a_json_line_when_the_rows_cannot_be_analysed(bench, tmp_path):
 
 
 def test_the_environment_selects_a_trial(bench, monkeypatch):
+    """`TRIAL=1` selects the plan of the trial, and the command that repeats the run names it."""
     monkeypatch.setenv("TRIAL", "1")
     tasks = []
 
@@ -247,8 +264,17 @@ def test_the_environment_selects_a_trial(bench, monkeypatch):
 
 
 def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
+    """A row that was written before the error is kept: the file has a header and one row."""
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
     with run.recorded("x", Row, task, lambda plan: ["half of it"]) as here:
         here.rows.append(Row("one", us=1))
         raise OSError("no namespace")
@@ -262,9 +288,18 @@ class Killed(BaseException):
 
 
 def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
+    """The ledger names the folders of the killed run; the next run starts new files (a header and two rows)."""
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
-    space = Workspace(task.binary, tmp_path / "work", tmp_path / "disk", ())
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
+    space = Workspace(binary=task.binary, work=tmp_path / "work", disk=tmp_path / "disk", namespaces=())
 
     def killed(env, plan):
         for folder in (space.work, space.disk):
@@ -274,7 +309,9 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
 
     def measure(case):
         with run.recorded("x", Row, task, lambda plan: []) as here:
-            here.environment = Environment(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
+            here.environment = Environment(
+                root=tmp_path, rekindle=Rekindle(task.binary, space.work), qemu="qemu", rows=here.rows, space=space
+            )
             here.cases({"one": case})
 
     with pytest.raises(Killed):
@@ -289,8 +326,17 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
 
 
 def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch):
+    """The second run fails before it truncates the rows of the first."""
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    task = run.Task(
+        root=tmp_path,
+        out=tmp_path,
+        binary=Path("/bin/true"),
+        qemu="qemu",
+        plan=PLAN,
+        only=[],
+        command="make bench TOPIC=x",
+    )
     with run.recorded("x", Row, task, lambda plan: []) as here:
         here.rows.append(Row("one", us=1))
         with pytest.raises(LedgerError, match="running already"), run.recorded("x", Row, task, lambda plan: []):
@@ -299,6 +345,7 @@ def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch
 
 
 def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
+    """7: the cases that README.md lists as impossible to make small."""
     assert set(trial.PLANS) == set(command.TOPICS)
     left_out = [(topic, case) for topic, cases in trial.NOT_TRIED.items() for case in cases]
     assert all(case in command.TOPICS[topic].cases for topic, case in left_out)
@@ -310,6 +357,7 @@ def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
 
 
 def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
+    """One topic does not exist, the other gets a binary that does not exist."""
     assert trial.run_all(["no-such-topic", "vmm"], ["--rekindle", str(tmp_path / "none")], tmp_path) == 2
     output = capfd.readouterr().out
     assert "no topic 'no-such-topic'" in output and f"{tmp_path / 'none'} does not exist" in output
@@ -318,6 +366,7 @@ def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
 
 
 def test_omissions_of_a_trial_are_read_from_its_last_line(tmp_path):
+    """Only omitted cases are listed: a figure without rows is normal in a trial."""
     log = tmp_path / "os.log"
     log.write_text(
         '[0.1 s] micro\n{"left_out": ["a trial: small", "case debian: not tried: minutes", "figure x: no rows"]}\n'

@@ -1,3 +1,8 @@
+"""The demo: its table, drawings and plan, from invented records.
+
+A *record* is one replacement of a guest's VMM (QEMU), with the report of a client; `made_up.record` makes one.
+"""
+
 import json
 
 import pytest
@@ -26,6 +31,7 @@ def write(folder, *records):
 
 
 def test_draws_three_panels_and_prints_the_table(tmp_path):
+    """The guest-stopped time is resume less stop: 5 ms, 1.2 s; a cold reboot has none."""
     files = write(
         tmp_path,
         record("warm", 3000, 3005, 14),
@@ -44,6 +50,7 @@ def test_draws_three_panels_and_prints_the_table(tmp_path):
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path):
+    """The error names the file and the missing key."""
     bad = record("warm", 3000, 3005, 14)
     del bad["probe"]["gaps"]
     result = CliRunner().invoke(app, ["--out", str(tmp_path / "x.png"), *write(tmp_path, bad)])
@@ -52,12 +59,14 @@ def test_a_file_that_is_no_record_is_named(tmp_path):
 
 
 def test_the_gap_is_the_one_at_the_stop_not_the_longest_of_the_run():
+    """A longer gap of 99 ms, before the stop, does not count."""
     document = record("warm", 3000, 3005, 14)
     document["probe"]["gaps"].insert(0, {"start_unix_ns": (START_US + 500_000) * 1000, "length_us": 99_000})
     assert parse(document).gap_ms == 14
 
 
 def test_throughput_counts_from_the_stop():
+    """The probe starts 3 s before the stop."""
     edges, rates = parse(record("saved", 3000, 4200, 1300)).throughput()
     assert edges[0] == pytest.approx(-3.0)
     assert rates[0] == 800
@@ -65,6 +74,7 @@ def test_throughput_counts_from_the_stop():
 
 
 def test_no_record_without_vms(tmp_path):
+    """A reboot of no VM is no record."""
     path = tmp_path / "empty.json"
     path.write_text(json.dumps({"how": "warm", "reboot": {"vms": []}, "probe": {}}))
     with pytest.raises(ValueError, match="not a record"):
@@ -75,10 +85,17 @@ def rebooted(how, well, each_s):
     """Returns a reboot whose client gets 1 MB every 0.1 s before it, and every `each_s` from `well` on."""
     before = [Answer(-n / 10, 0.1, 10**6) for n in range(1, 51)]
     after = [Answer(well + n * each_s, each_s, 10**6) for n in range(1, web.AFTER + 1)]
-    return web.Reboot(how, before[::-1] + after, well, after[-1].at, 0 if how == web.COLD else 50_000_000)
+    return web.Reboot(
+        how=how,
+        answers=before[::-1] + after,
+        well=well,
+        end=after[-1].at,
+        retained_bytes=0 if how == web.COLD else 50_000_000,
+    )
 
 
 def test_a_web_server_through_both_reboots_is_drawn_and_listed(tmp_path):
+    """200 files of 1 MB. Cold: after 20 + 200 * 0.05 = 30 s, at 20 MB/s; warm: after 10 + 200 * 0.025 = 15 s."""
     reboots = [rebooted(web.COLD, 20.0, 0.05), rebooted(web.WARM, 10.0, 0.025)]
     lines = web.summary(reboots).splitlines()
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:]]
@@ -88,6 +105,11 @@ def test_a_web_server_through_both_reboots_is_drawn_and_listed(tmp_path):
 
 
 def test_it_ends_with_the_plan_for_the_measurements(tmp_path):
+    """The plan chooses the pair with the shortest gaps, and `rekindle-lab plan` accepts the file.
+
+    The OS is rebooted every 7 days: each gap is 10.125 s, from the last answer before (-0.1 s) to the first after
+    10.025 s. The VMM is renewed every 28 days with a gap of 14 ms.
+    """
     files = write(
         tmp_path,
         record("warm", 3000, 3005, 14),
@@ -112,6 +134,7 @@ def test_it_ends_with_the_plan_for_the_measurements(tmp_path):
 
 
 def test_a_plan_needs_the_measurements(tmp_path):
+    """A file of `demo.web` without the gap is rejected by its name."""
     (tmp_path / "web.json").write_text('[{"how": "cold"}]')
     files = write(tmp_path, record("warm", 3000, 3005, 14))
     result = CliRunner().invoke(

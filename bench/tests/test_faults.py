@@ -38,18 +38,19 @@ def code() -> Code:
     symbols, start, end = Code.span(KALLSYMS)
     assert (start, end) == (START, START + 64)
     assert not any("virtblk" in name for _, name in symbols)
-    return Code(symbols, TEXT.ljust(64, b"\x90"), start)
+    return Code(symbols=symbols, text=TEXT.ljust(64, b"\x90"), start=start)
 
 
 def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
-    all_of = {}
-    for place, one in enumerate(code.instructions(code.loaded()[0])):
-        if new := code.faulty(kind, place, one):
-            all_of[f"{one.mnemonic} {one.op_str}"] = new
-    return all_of
+    replacements = {}
+    for place, instruction in enumerate(code.instructions(code.run_under_load()[0])):
+        if new := code.faulty(kind, place, instruction):
+            replacements[f"{instruction.mnemonic} {instruction.op_str}"] = new
+    return replacements
 
 
 def test_each_code_fault_applies_to_its_instructions(code):
+    """Expected replacements are written by hand for the instructions of `TEXT`."""
     assert possible(code, "initialization") == {"mov qword ptr [rsp + 8], rax": [b"\x90" * 5]}
     assert possible(code, "interface") == {"mov rbp, rdi": [b"\x90" * 3]}
     branches = possible(code, "branch")
@@ -67,6 +68,7 @@ def test_each_code_fault_applies_to_its_instructions(code):
 
 
 def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code):
+    """Type `text` flips one bit; the module checks the old bytes before it writes the new ones."""
     changes = code.changes("text", random.Random(1))
     some = [next(changes) for _ in range(5)]
     assert len({change.address for change in some}) == 5
@@ -79,6 +81,7 @@ def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code)
 
 
 def test_hidden_kallsyms_are_rejected():
+    """For other users than root, all addresses in /proc/kallsyms are 0."""
     with pytest.raises(ValueError, match="root"):
         Code.span("0000000000000000 T filemap_read\n")
 
@@ -102,6 +105,7 @@ def changed(path: Path, before: bytes) -> set[int]:
 
 
 def test_frames_of_the_page_cache_are_found_by_their_content(memory):
+    """Frame 23 differs from block 1 in one bit, so it is no copy of it. A damaged frame is not findings any more."""
     ram, image, path = memory
     cached = ram.cached(image)
     assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
@@ -113,6 +117,7 @@ def test_frames_of_the_page_cache_are_found_by_their_content(memory):
 
 
 def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
+    """The frames that have changed are exactly those returned; the file does not grow."""
     ram, image, path = memory
     before = path.read_bytes()
     behind = ram.overrun_cached(ram.cached(image), 2, random.Random(3))
@@ -122,6 +127,7 @@ def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
 
 
 def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
+    """The stack of task 7 has two pieces: 16 bytes at 0x1ff0 and 8 at 0x2000."""
     ram, _, path = memory
     before = path.read_bytes()
     assert ram.flip_stacks("7 1ff0 10\n7 2000 8\n", 5, random.Random(4)) == 5
@@ -132,6 +138,7 @@ def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
 
 
 def test_the_card_is_given_frames_of_the_page_cache(memory):
+    """The next four buffers (6, 7, 0, 1) may be in use; the two after them (2, 3) get the frames."""
     ram, image, _ = memory
     cached = ram.cached(image)
     size, table, ring = 8, 0, PAGE
@@ -149,13 +156,14 @@ def test_the_card_is_given_frames_of_the_page_cache(memory):
 
 
 def test_blocks_of_runs_have_each_type_once():
+    """4 checked and 2 unchecked sets of all types; 60 = 50 + 10 of the full plan. Finished runs are not repeated."""
     plan = Plan(runs=4, unchecked=2)
     every = jobs(plan, {})
     assert len(every) == (4 + 2) * len(KINDS)
     for block in range(4):
         assert sorted(name for at, name, checked in every if at == block and checked) == sorted(k.name for k in KINDS)
-    left = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
-    assert [job for job in left if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
+    remaining = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
+    assert [job for job in remaining if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
     assert len(jobs(FULL, {})) == 60 * len(KINDS)
 
 
@@ -169,6 +177,7 @@ def waits_for_lanes() -> bool:
 
 
 def test_lanes_that_are_interrupted_are_waited_for():
+    """Lane 1 interrupts the main thread while that waits; lane 0 ends later. Both end before `in_lanes` raises."""
     stopping, last = threading.Event(), threading.Event()
     ended, notified = [], []
 
@@ -201,29 +210,43 @@ def test_lanes_that_are_interrupted_are_waited_for():
 
 
 def test_the_paper_s_types_are_all_there():
+    """The paper's table has 14 types in three classes."""
     assert sum(kind.paper for kind in KINDS) == 14
     assert len({kind.of_class for kind in KINDS if kind.paper}) == 3
 
 
 def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
-    file = RowFile(tmp_path / "faults-raw.csv", Row)
-    common = {"put": 10, "way": "host", "kept": 100, "overwritten": 0, "dropped": 0, "compared": 8192}
-    for n in range(3):
-        file.append(Row("cache", "corruption", 1, n, n, outcome="went on", served=90, refused=10, wrong=0, **common))
-        file.append(Row("text", "corruption", 1, n, n, outcome="crashed", served=95, refused=5, wrong=wrong, **common))
-    file.append(Row("stack", "corruption", 1, 0, 0, note="NoAnswerError: port 7007 does not answer"))
-    for name, hit in (("cache", [3, 4, 9]), ("none", [])):
-        row = Row(name, "corruption", 0, 0, 0, outcome="hung", served=100, refused=0, wrong=unchecked_wrong, **common)
-        row.hit, row.hit_wrong = hit, len(hit[:2])
-        file.append(row)
-    file.close()
-    again = RowFile(file.path, Row, append=True)
-    again.append(Row("none", "control", 1, 0, 0, outcome="went on", served=100, refused=0, wrong=0, **common))
-    again.close()
-    return file.path
+    """Writes rows: 7 finished checked runs (1 of them without faults), 1 unfinished, 2 unchecked (1 without faults).
+
+    `wrong`: blocks that each checked run with changed code reads wrong; `unchecked_wrong`: each unchecked run.
+    """
+    compared = {"put": 10, "way": "host", "kept": 100, "overwritten": 0, "dropped": 0, "compared": 8192}
+
+    def row(kind, outcome, *, refused=0, wrong=0, checked=1, block=0, **more):
+        counts = {"served": 100 - refused, "refused": refused, "wrong": wrong, **compared}
+        key = {"kind": kind, "of_class": "corruption", "checked": checked, "block": block, "seed": block}
+        return Row(outcome=outcome, **key, **counts, **more)
+
+    rows = RowFile(tmp_path / "faults-raw.csv", Row)
+    for block in range(3):
+        rows.append(row("cache", "went on", refused=10, block=block))
+        rows.append(row("text", "crashed", refused=5, wrong=wrong, block=block))
+    note = "NoAnswerError: port 7007 does not answer"
+    rows.append(Row(kind="stack", of_class="corruption", checked=1, block=0, seed=0, note=note))
+    rows.append(row("cache", "hung", wrong=unchecked_wrong, checked=0, hit=[3, 4, 9], hit_wrong=2))
+    rows.append(row("none", "hung", wrong=unchecked_wrong, checked=0, hit=[], hit_wrong=0))
+    rows.close()
+    continued = RowFile(rows.path, Row, append=True)
+    continued.append(row("none", "went on"))
+    continued.close()
+    return rows.path
 
 
 def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
+    """6 checked runs with faults; 3 * 10 + 3 * 5 = 45 refused blocks. The unchecked run hit 3 blocks, 2 of them wrong.
+
+    Runs without faults (type `none`) are not in the figures.
+    """
     frame = read(made_up(tmp_path))
     figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
     ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
@@ -240,14 +263,16 @@ def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
 
 
 def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_path):
-    found = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
-    assert [(figure.id, figure.met) for figure in found.figures] == [
+    """The control must read wrong blocks: otherwise the experiment shows nothing."""
+    findings = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
+    assert [(figure.id, figure.met) for figure in findings.figures] == [
         ("blocks_wrong", False),
         ("blocks_wrong_unchecked", False),
     ]
-    json.dumps([figure.as_json() for figure in found.figures])
+    json.dumps([figure.as_json() for figure in findings.figures])
 
 
 def test_complaints_of_a_kernel_are_detected():
+    """The second line is printed by every guest."""
     assert complaints("[    4.1] BUG: unable to handle page fault for address: ffff\n")
     assert not complaints("rekindle-micro ready\n")

@@ -1,3 +1,5 @@
+"""Topic `os`: figures, tables and plots from invented rows; stages of a boot, definitions of guests, lost guests."""
+
 import http.server
 import itertools
 import json
@@ -34,7 +36,9 @@ write = partial(write_rows, rows)
 
 def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
     """Returns a row of a boot whose stages have these durations in s."""
-    row = Row("reboot", guest, 512, how, number, first_us=20_000, silent_host_us=START_US)
+    row = Row(
+        case="reboot", guest=guest, memory_mib=512, how=how, round=number, first_us=20_000, silent_host_us=START_US
+    )
     at = START_US + number * 1000
     for name, seconds in (
         ("ended", shut),
@@ -52,7 +56,16 @@ def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
 
 
 def restored(guest, how, number, shut, load, rest, case="reboot"):
-    row = Row(case, guest, 512, how, number, first_us=50_000, silent_host_us=START_US, candidate=how[6:])
+    row = Row(
+        case=case,
+        guest=guest,
+        memory_mib=512,
+        how=how,
+        round=number,
+        first_us=50_000,
+        silent_host_us=START_US,
+        candidate=how[6:],
+    )
     row.ended_host_us = START_US + round(shut * 1e6)
     row.load_us = round(load * 1e6) + number * 1000
     row.running_host_us = row.ended_host_us + row.load_us
@@ -70,28 +83,44 @@ def leaked(guest, how, number, before, leaked_kib, after):
 
 
 def made_up():
-    out = []
+    made = []
     for number in range(10):
-        out.append(booted("debian", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        out.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
-        out.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        out.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
-        out.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
-        out.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
-        out.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
+        made.append(booted("debian", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
+        made.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
+        made.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
+        made.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
+        made.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
+        made.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
+        made.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
         peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
-        out.append(peer)
-        out.append(Row("peers", "micro", 512, "qboot", number, 10**6, 10**4, START_US, START_US))
-        out[-1].served_host_us = START_US + 10**6
-    return out
+        made.append(peer)
+        made.append(
+            Row(
+                case="peers",
+                guest="micro",
+                memory_mib=512,
+                how="qboot",
+                round=number,
+                gap_us=10**6,
+                first_us=10**4,
+                silent_host_us=START_US,
+                ended_host_us=START_US,
+            )
+        )
+        made[-1].served_host_us = START_US + 10**6
+    return made
 
 
 def test_known_rows_give_known_figures(tmp_path):
-    found = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
-    by_id = {figure.id: figure for figure in found.figures}
+    """Medians of rounds 0 to 9; round n adds n ms to one stage, so 4.5 ms to a median.
+
+    A cold boot takes 10 s, kexec 8.5 s; the late phase 0.4 + 0.08 + 0.1 s. 3277 of 65536 KiB (5 %) of a leak remain.
+    """
+    findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    by_id = {figure.id: figure for figure in findings.figures}
     kexec = by_id["kexec_vs_cold"]
     assert kexec.value == pytest.approx(8.5045 / 10.0045, rel=1e-3) and not kexec.met and kexec.n == 10
-    assert kexec.of.low <= kexec.value <= kexec.of.high
+    assert kexec.contrast.result.low <= kexec.value <= kexec.contrast.result.high
     assert kexec.extra["cold_before_kernel_s"] == pytest.approx(2.0)
     assert kexec.extra["kexec_from_kernel_s"] == kexec.extra["cold_from_kernel_s"] == pytest.approx(6.0)
     late = by_id["phase_late_vs_cold"]
@@ -106,17 +135,19 @@ def test_known_rows_give_known_figures(tmp_path):
     leak = by_id["leak_recovered"]
     assert leak.value == pytest.approx(0.95, abs=1e-3) and not leak.met
     assert leak.extra["micro_cold"] == 1.0, "less than before the leak is all of it"
-    assert any("phase_restore_ms_micro" in line for line in found.absent)
+    assert any("phase_restore_ms_micro" in line for line in findings.absent)
 
 
 def test_missing_rows_are_reported(tmp_path):
-    found = analysis.figures(write(tmp_path / "r.csv", []), "r.csv")
-    assert not found.figures
+    """A file without rows has no figures, and names each."""
+    findings = analysis.figures(write(tmp_path / "r.csv", []), "r.csv")
+    assert not findings.figures
     for name in ("kexec_vs_cold", "phase_late_vs_cold", "phase_restore_ms", "leak_recovered"):
-        assert any(name in line for line in found.absent)
+        assert any(name in line for line in findings.absent)
 
 
 def test_stages_add_up_to_the_downtime(tmp_path):
+    """Stages that cannot be separated are one column, so that the sum is complete."""
     frame = write(tmp_path / "r.csv", made_up())
     for line in analysis.stages(frame):
         whole = [
@@ -131,9 +162,10 @@ def test_stages_add_up_to_the_downtime(tmp_path):
 
 
 def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):
+    """By the command line, as a user does."""
     write(tmp_path / "os-raw.csv", made_up())
-    done = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "os.json").read_text())
     assert document["figures"]["phase_restore_ms"]["value"] == pytest.approx(84.5)
     for plot in document["plots"]:
@@ -142,6 +174,7 @@ def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):
 
 
 def test_the_longest_gap_around_a_reboot():
+    """Answers end at 0.1, 5.0, 5.1 and 9.0 ms; the reboot began at 5.05 ms."""
     answers = [Answer(at, 7) for at in (0, 100, 5_000, 5_100)] + [Answer(9_000, 33)]
     random.Random(1).shuffle(answers)
     gap = longest_gap(answers, 5_050)
@@ -169,6 +202,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     ("path", "status", "answered"), [("/whole", 200, True), ("/half", 200, False), ("/whole", 503, False)]
 )
 def test_only_a_whole_answer_counts(monkeypatch, path, status, answered):
+    """A page that ends early, or an error, is no answer."""
     monkeypatch.setattr(page_client, "ANSWER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(page_client.netns, "inside", lambda _, function: function())
     monkeypatch.setattr(Handler, "status", status)
@@ -188,6 +222,8 @@ def test_only_a_whole_answer_counts(monkeypatch, path, status, answered):
 
 
 def test_the_kernels_clock_and_systemds():
+    """The error of a start is half the time of a request, here less than a second."""
+
     class Guest:
         replies = iter(["ok 12.500", "ok 12.501"])
 
@@ -203,6 +239,7 @@ def test_the_kernels_clock_and_systemds():
 
 
 def test_only_new_output_of_the_firmware_counts(tmp_path):
+    """The file of the previous QEMU has the same words."""
     path = tmp_path / "firmware"
     path.write_text("Booting from ROM...\n")
     with boot.Firmware(path) as firmware:
@@ -217,10 +254,22 @@ def test_only_new_output_of_the_firmware_counts(tmp_path):
 def guest(tmp_path, kind, **more):
     folder = tmp_path / "image"
     folder.mkdir(exist_ok=True)
-    return OsGuest("g", Image(kind, folder), 512, 3, None, "ns", tmp_path, tmp_path, kind=kind, **more)
+    return OsGuest(
+        "g",
+        image=Image(kind, folder),
+        memory_mib=512,
+        index=3,
+        touch=None,
+        netns="ns",
+        ram_dir=tmp_path,
+        disk_dir=tmp_path,
+        kind=kind,
+        **more,
+    )
 
 
 def test_definitions_have_what_each_way_needs(tmp_path):
+    """A guest that saves phases has no debug port; `immutable` has a read-only root and a data disk."""
     plain = guest(tmp_path, "debian", firmware=tmp_path / "f").definition("qemu")
     assert "isa-debugcon" in plain and "[phase]" not in plain and "root=/dev/vda1 rw" in plain
     keeps = guest(tmp_path, "immutable", phases=True).definition("qemu")
@@ -230,26 +279,29 @@ def test_definitions_have_what_each_way_needs(tmp_path):
 
 
 def test_a_root_in_a_partition(tmp_path):
-    one = guest(tmp_path, "debian")
-    source = one.image.folder / "disk.raw"
+    """The partition starts at sector 2048 (1 MiB) and has 6144 sectors (3 MiB), as the image."""
+    debian = guest(tmp_path, "debian")
+    source = debian.image.folder / "disk.raw"
     source.write_bytes(os.urandom(3 << 20))
-    make_disk("debian", one.image, one.own_disk)
-    made = one.own_disk.read_bytes()
-    assert made[1 << 20 :] == source.read_bytes() and made[510:512] == b"\x55\xaa"
-    assert int.from_bytes(made[454:458], "little") == 2048 and int.from_bytes(made[458:462], "little") == 6144
+    make_disk("debian", debian.image, debian.own_disk)
+    disk = debian.own_disk.read_bytes()
+    assert disk[1 << 20 :] == source.read_bytes() and disk[510:512] == b"\x55\xaa"
+    assert int.from_bytes(disk[454:458], "little") == 2048 and int.from_bytes(disk[458:462], "little") == 6144
 
 
 def test_a_reboot_that_did_not_resume_from_its_phase_is_rejected():
+    """Otherwise a cold boot would be measured as a phase. With kexec no QEMU ends."""
     gap = page_client.Gap(START_US, START_US + 1000, 10)
     result = {"name": "g", "stop_host_us": 1, "resume_host_us": 2, "phase": {"candidate": None, "skipped": ["why"]}}
     with pytest.raises(RekindleError, match="why"):
-        fill(Row("reboot", "micro", 512, "phase-services", 0), result, gap)
-    row = Row("reboot", "debian", 512, "kexec", 0)
+        fill(Row(case="reboot", guest="micro", memory_mib=512, how="phase-services", round=0), result, gap)
+    row = Row(case="reboot", guest="debian", memory_mib=512, how="kexec", round=0)
     fill(row, {"stop_host_us": 1, "resume_host_us": 2, "steps": []}, gap)
     assert row.ended_host_us is None and row.gap_us == 1000
 
 
 def test_plans():
+    """The full plan has at least 10 rounds of each guest."""
     assert not left_out(FULL)
     assert any("debian: reboots of each way: 0 of" in line for line in left_out(QUICK))
     assert all(number >= 10 for number in FULL.rounds.values())
@@ -257,6 +309,7 @@ def test_plans():
 
 
 def test_a_case_that_is_named_is_in_the_quick_plan():
+    """Counts of 0 become 1; larger ones stay."""
     assert quick([]) == QUICK
     named = quick(["debian", "leak"])
     assert named.rounds == {"micro": 2, "debian": 1, "immutable": 1}
@@ -265,11 +318,13 @@ def test_a_case_that_is_named_is_in_the_quick_plan():
 
 
 def test_the_phase_of_a_way():
+    """The suffix `-frozen` is no part of the phase's name."""
     assert phase_of("phase-services") == phase_of("phase-services-frozen") == "services"
     assert phase_of("phase-kernel") == "kernel" and phase_of("cold") == ""
 
 
 def test_a_guest_that_does_not_answer_is_described(tmp_path):
+    """QEMU's monitor is a socket that gives invented answers."""
     guest, folder = SimpleNamespace(name="mute"), tmp_path / "mute"
     rekindle = SimpleNamespace(run_dir=tmp_path)
     assert "cannot be queried" in describe_hang(rekindle, guest)
@@ -299,16 +354,25 @@ def test_a_guest_that_does_not_answer_is_described(tmp_path):
 
 
 def test_a_guest_that_is_lost_is_booted(tmp_path):
+    """The next reboot needs a working guest."""
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
-    one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
-    where = OsEnvironment(tmp_path, rekindle, "qemu", None, Workspace(tmp_path, tmp_path, tmp_path, ("ns",)))
-    where.record_loss(one, "it did not return")
+    guest = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
+    env = OsEnvironment(
+        root=tmp_path,
+        rekindle=rekindle,
+        qemu="qemu",
+        rows=None,
+        space=Workspace(binary=tmp_path, work=tmp_path, disk=tmp_path, namespaces=("ns",)),
+    )
+    env.record_loss(guest, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
-    assert where.errors == ["it did not return"]
+    assert env.errors == ["it did not return"]
 
 
 def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
+    """Each tolerated loss costs one row; one more ends the case, which then has no row at all."""
+
     def case(failing):
         """Returns rows and losses of a case whose first `failing` reboots fail."""
         rows, losses, tries = [], [], itertools.count()
@@ -316,7 +380,7 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
         def reboot(*_):
             if next(tries) < failing:
                 raise RekindleError("it did not return")
-            return Row("reboot", "micro", 512, "cold", 0)
+            return Row(case="reboot", guest="micro", memory_mib=512, how="cold", round=0)
 
         env = SimpleNamespace(
             os_guest=lambda *_, **__: guest(tmp_path, "micro"),
@@ -333,6 +397,6 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
             return len(rows), len(losses), "stopped"
         return len(rows), len(losses), "whole"
 
-    all_of = FULL.rounds["micro"] * len(GUESTS["micro"])
-    assert case(cases.LOSSES) == (all_of - cases.LOSSES, cases.LOSSES, "whole")
-    assert case(cases.LOSSES + 1) == (0, cases.LOSSES, "stopped")
+    all_reboots = FULL.rounds["micro"] * len(GUESTS["micro"])
+    assert case(cases.TOLERATED_LOSSES) == (all_reboots - cases.TOLERATED_LOSSES, cases.TOLERATED_LOSSES, "whole")
+    assert case(cases.TOLERATED_LOSSES + 1) == (0, cases.TOLERATED_LOSSES, "stopped")

@@ -1,6 +1,6 @@
 """The style of figures: one colour, marker and line for each way to reboot, in colours safe for colour blindness."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -8,6 +8,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -70,3 +71,13 @@ def save(figure: Figure, path: Path) -> None:
     """Writes the figure as PNG and closes it."""
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
+
+
+def shared_legend(figure: Figure, panels: Iterable[Axes], *, ncols: int, order: Sequence[str] | None = None) -> None:
+    """Adds one legend below all panels, with each label once; `order`: of the labels, if not that of the panels."""
+    handles: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = [label for label in order or handles if label in handles]
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=ncols)

@@ -1,11 +1,15 @@
-"""Computes the figures of fail-overs from raw rows alone, so that a file can be analysed again."""
+"""Computes the figures and tables of fail-overs from raw rows alone, so that a file can be analysed again.
+
+A `frame` has a row for each fault, or for each window of the case `output`; `rows.Row` documents its columns. The guest
+counts *ticks* of 50 ms. After a fail-over it continues from a checkpoint, so ticks that a client has seen can be lost.
+"""
 
 from collections.abc import Sequence
 
 import pandas as pd
 
-from rekindle_bench.report import NO_BAR, Bar, Figure, Findings
-from rekindle_bench.rows import milliseconds, pick
+from rekindle_bench.report import NO_BAR, Bar, Findings, Sample
+from rekindle_bench.rows import matching, milliseconds, numbers, pick, seconds
 from rekindle_lab.stats import median, p95
 
 from .faults import KILLS
@@ -31,37 +35,30 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     in n: a figure with fewer rows than planned has missed its bar.
     """
     findings = Findings(raw)
-    kills = frame[(frame["case"] == "failover") & frame["recovered"]]
+    kills = matching(frame, case="failover", recovered=True)
     planned = _planned(frame, ["failover"])
-    _add(findings, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
-    _add(findings, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
+    _add(findings, "failover_s", "s", seconds(numbers(kills["answer_us"] - kills["at_us"])), planned)
+    _add(findings, "failover_restore_s", "s", seconds(numbers(kills["answer_us"] - kills["fenced_us"])), planned)
     # The figures below cover all faults, also the kills that measure the time of a fail-over.
     faulted = frame[frame["case"].isin(FAULTS)]
-    several = faulted if len(faulted[faulted["case"] == "faults"]) else faulted.iloc[:0]
-    free = several[~several["case"].isin(("held", "held-off"))]
-    for name, rows, column in (
-        ("split_brain", several, "overlaps"),
-        ("counter_back", free, "beyond"),
-        ("counter_back_held", faulted[faulted["case"] == "held"], "beyond"),
-        ("counter_back_held_off", faulted[faulted["case"] == "held-off"], "beyond"),
-    ):
-        _together(findings, name, rows, [float(value) for value in rows[column]])
-    _together(findings, "not_recovered", faulted, [float(not value) for value in faulted["recovered"]], of_all=True)
-    spare = faulted[faulted["spare_bytes"].notna()]
-    _add(findings, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
+    # Two figures are meaningless for kills alone: without the case `faults` they are reported as missing.
+    several_kinds = faulted if "faults" in set(faulted["case"]) else faulted.iloc[:0]
+    without_held_output = several_kinds[~several_kinds["case"].isin(("held", "held-off"))]
+    _add_sum(findings, "split_brain", several_kinds, "overlaps")
+    _add_sum(findings, "counter_back", without_held_output, "beyond")
+    _add_sum(findings, "counter_back_held", matching(faulted, case="held"), "beyond")
+    _add_sum(findings, "counter_back_held_off", matching(faulted, case="held-off"), "beyond")
+    not_recovered = faulted.assign(not_recovered=~faulted["recovered"])
+    _add_sum(findings, "not_recovered", not_recovered, "not_recovered", n=len(faulted))
+    _add(findings, "spare_memory", "", numbers(faulted["spare_bytes"] / faulted["guest_bytes"]))
     _output(frame, findings)
-    unfenced = faulted[faulted["kind"].isin(KILLS) & faulted["fenced_us"].isna()]
-    if len(unfenced):
-        of = len(faulted[faulted["kind"].isin(KILLS)])
-        findings.absent.append(f"the time of fencing: not known of {len(unfenced)} of {of} kills")
+    killed = faulted[faulted["kind"].isin(KILLS)]
+    unfenced = int(killed["fenced_us"].isna().sum())
+    if unfenced:
+        findings.absent.append(f"the time of fencing: not known of {unfenced} of {len(killed)} kills")
     for _, row in faulted[~faulted["recovered"]].iterrows():
         findings.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
     return findings
-
-
-def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """Returns the seconds between two columns, for the rows that have both."""
-    return [float(value) for value in ((rows[end] - rows[begin]) / 1e6).dropna()]
 
 
 def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
@@ -71,39 +68,46 @@ def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
 
 
 def _add(findings: Findings, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
+    if values:
+        findings.add(name, values, unit, BARS[name], planned=planned)
+    else:
+        findings.report_missing(name)
+
+
+def _add_sum(findings: Findings, name: str, rows: pd.DataFrame, column: str, *, n: int | None = None) -> None:
+    """Adds the sum of a column. `n`: number of faults that count; by default those from which the cluster recovered."""
+    values = numbers(rows[column])
     if not values:
         findings.report_missing(name)
         return
-    figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], findings.raw, planned=planned)
-    findings.add(figure)
-
-
-def _together(findings: Findings, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
-    if not values:
-        findings.report_missing(name)
-        return
-    n = len(rows) if of_all else int(rows["recovered"].sum())
-    planned = _planned(rows, FAULTS)
-    findings.add(Figure(name, sum(values), "", n, p95(values), BARS[name], findings.raw, planned=planned))
+    n = int(rows["recovered"].sum()) if n is None else n
+    findings.add(name, values, "", BARS[name], value=sum(values), n=n, planned=_planned(rows, FAULTS))
 
 
 def _output(frame: pd.DataFrame, findings: Findings) -> None:
     """Compares output commit with protection alone at the same interval: round trips, and answers per second."""
-    rows = frame[frame["case"] == "output"]
-    if not len(rows):
+    windows = matching(frame, case="output")
+    if not len(windows):
         findings.report_missing("output_commit_rtt")
-    for every_s in sorted(rows["every_s"].dropna().unique()):
+    for every_s in sorted(windows["every_s"].dropna().unique()):
         for name, column, unit in (("rtt", "median_us", "ms"), ("rtt_p99", "p99_us", "ms"), ("per_s", "per_s", "1/s")):
-            ours, alone = (pick(rows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
+            ours, alone = (pick(windows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
             if unit == "ms":
                 ours, alone = milliseconds(ours), milliseconds(alone)
-            what = f"output commit, every {every_s:g} s", "protection alone"
-            findings.ratio(f"output_commit_{name}_{every_s:g}s", NO_BAR, ours, alone, *what, of_peer=False, unit=unit)
+            findings.add_ratio(
+                f"output_commit_{name}_{every_s:g}s",
+                NO_BAR,
+                ours=Sample(f"output commit, every {every_s:g} s", ours),
+                peer=Sample("protection alone", alone),
+                with_peer=False,
+                unit=unit,
+            )
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
     """Splits each fail-over after a kill: until fenced, until the guest ran, until it answered, in s."""
-    kills = frame[(frame["case"] == "failover") & frame["recovered"] & frame["fenced_us"].notna()]
+    kills = matching(frame, case="failover", recovered=True)
+    kills = kills[kills["fenced_us"].notna()]
     return pd.DataFrame(
         {
             "seen and fenced": (kills["fenced_us"] - kills["at_us"]) / 1e6,
@@ -147,8 +151,7 @@ def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
 def output(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Lists medians over the windows of each way and interval."""
     lines: list[dict[str, object]] = []
-    rows = frame[frame["case"] == "output"]
-    for (every_s, how), group in rows.groupby(["every_s", "kind"], sort=True, dropna=False):
+    for (every_s, how), group in matching(frame, case="output").groupby(["every_s", "kind"], sort=True, dropna=False):
         lines.append(
             {
                 "every s": None if pd.isna(every_s) else every_s,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle_bench.environment import Environment, Setup
 from rekindle_lab import guests
-from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
+from rekindle_lab.cluster.bed import NODES, VM, Bed, BedError, bed
 from rekindle_lab.cluster.counter import PATIENCE
 
 EVERY_S = 1.0
@@ -25,8 +25,10 @@ class BedEnvironment(Environment):
     beds: Path
     """Folder of the test beds, on a real disk."""
     _closing: ExitStack
+    """Stops the running bed."""
     _bed: Bed | None = None
     _number: int = 0
+    """Number of beds so far; names the folder of the next one."""
 
     @property
     def bed(self) -> Bed:
@@ -37,34 +39,34 @@ class BedEnvironment(Environment):
 
     def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
         """Replaces the test bed with a new one, whose files are empty."""
-        self._closing.close()
-        self._bed = None
+        self.stop_bed()
         self._number += 1
         folder = self.beds / str(self._number)
         folder.mkdir()
         self.log("a new bed")
-        given = (self.root, self.rekindle.binary, self.qemu, self.micro, folder, every)
-        self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
+        binary, settings = self.rekindle.binary, {"output_commit": output_commit, "patience_s": patience_s}
+        started = bed(self.root, binary, self.qemu, self.micro, folder, every, **settings)
+        self._bed = self._closing.enter_context(started)
         return self._bed
 
-    def away(self) -> None:
+    def stop_bed(self) -> None:
         """Stops the bed, so that it does not disturb other measurements."""
         self._closing.close()
         self._bed = None
 
     def spare_bytes(self, node: str) -> int:
         """Returns the bytes that other nodes hold for the guest of `node`: processes, and files in run directories."""
-        others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
-        return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
+        others = [pid for name in NODES if name != node and (pid := self.bed.pid(name)) is not None]
+        return sum(_process_bytes(pid) + _file_bytes(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
 
 
-def _processes(init: int) -> int:
-    """Returns the memory of a node's processes that belong to the VM, in bytes."""
-    inside = Path(f"/proc/{init}/ns/pid").readlink()
+def _process_bytes(init: int) -> int:
+    """Returns the memory of a node's processes that belong to the VM. `init`: a process of the node."""
+    pid_namespace = Path(f"/proc/{init}/ns/pid").readlink()
     total = 0
     for process in Path("/proc").iterdir():
         try:
-            if not process.name.isdigit() or (process / "ns" / "pid").readlink() != inside:
+            if not process.name.isdigit() or (process / "ns" / "pid").readlink() != pid_namespace:
                 continue
             words = (process / "cmdline").read_bytes().split(b"\0")
             if VM.encode() not in words and not any(b"/run/rekindle/" in word for word in words):
@@ -76,7 +78,7 @@ def _processes(init: int) -> int:
     return total
 
 
-def _files(folder: Path) -> int:
+def _file_bytes(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
 
 

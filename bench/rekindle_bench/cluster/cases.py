@@ -1,4 +1,7 @@
-"""The cases: faults of nodes and store, one after the other. Each fault appends a row; the analysis judges the rows."""
+"""The cases of fail-over, listed in `CASES` at the end: faults of nodes and store, one after the other.
+
+`_series` runs the faults of a case, `_run_fault` one of them. Each fault appends a row; the analysis judges the rows.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -19,10 +22,14 @@ from .rows import Row
 
 STEADY = 5
 """Number of consecutive checkpoints to wait for before the next fault."""
+POLL_S = 0.02
+"""Interval in s at which the bed's client asks the guest for its tick."""
 HELD_EVERY_S = 0.1
+"""Checkpoint interval of the cases `held` and `held-off`."""
 HELD_PATIENCE_S = 3.0
 """Timeout in s of an answer that waits for checkpoints."""
 HELD_SEED = 10_000
+"""First seed of the faults of `held`: others than those of `faults`."""
 HEARD_S = 1.0
 """Seconds for which the client continues to send requests after the first answer."""
 BACK_DEADLINE_S = 120.0
@@ -39,9 +46,9 @@ def interval_s(events: list[dict[str, int]]) -> float:
     return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in events)
 
 
-def allowed(interval: float) -> int:
+def allowed_ticks(interval_s: float) -> int:
     """Returns the ticks that a fail-over may lose: one actual checkpoint interval, and a tick at either end."""
-    return int(interval / PERIOD_S) + 2
+    return int(interval_s / PERIOD_S) + 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Way:
 
     case: str
     planned: int
+    """Number of faults."""
     every_s: float = EVERY_S
     output_commit: bool = False
     patience_s: float = PATIENCE
@@ -74,10 +82,10 @@ def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers:
     drops = list(counter.drops([answer for answer in answers if answer.host_us >= row.at_us - 1_000_000]))
     row.elsewhere = bool(newer)
     row.running_us = min((start.begin_us for start in newer), default=None)
-    # Answers of the previous guest, which ran until it was fenced, do not count.
-    since = row.running_us if newer else None if row.kind in KILLS else row.at_us
-    heard = (answer.host_us for answer in answers if since is not None and answer.host_us >= since)
-    row.answer_us = next(heard, None)
+    if newer or row.kind not in KILLS:
+        # Answers of the previous guest, which ran until it was fenced, do not count.
+        since_us = row.running_us if row.running_us is not None else row.at_us
+        row.answer_us = next((answer.host_us for answer in answers if answer.host_us >= since_us), None)
     row.gap_s = max((drop.gap_s for drop in drops), default=0.0)
     row.back_answers = sum(drop.back for drop in drops)
     row.back = max(sum(loss.back or 0 for loss in lost), row.back_answers)
@@ -114,18 +122,21 @@ def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
     """Waits until the cluster has recovered; raises `BedError` at the deadline."""
     if fault.kind in KILLS:
 
-        def newer() -> int | None:
+        def newer_begin_us() -> int | None:
             starts = running.starts(bed.watch_events())
             return next((start.begin_us for start in starts if start.pid != before and start.begin_us >= at), None)
 
         # Polls rarely, since the time of the fail-over is what is measured.
-        since = wait_for("the guest in another QEMU", newer, BACK_DEADLINE_S)
-        answered = lambda: any(one.host_us >= since for one in reversed(bed.answers()[-100:]))  # noqa: E731
-        wait_for("its first answer", answered, BACK_DEADLINE_S)
+        since_us = wait_for("the guest in another QEMU", newer_begin_us, BACK_DEADLINE_S)
+
+        def is_answered() -> bool:
+            return any(answer.host_us >= since_us for answer in bed.answers()[-100:])
+
+        wait_for("its first answer", is_answered, BACK_DEADLINE_S)
     # Also switches on a node that was fenced meanwhile, so that it joins.
     bed.settle(1)
-    heard = len(bed.answers())
-    wait_for("the client", lambda: len(bed.answers()) > heard + HEARD_S / 0.02)
+    answers = len(bed.answers())
+    wait_for("the client", lambda: len(bed.answers()) > answers + HEARD_S / POLL_S)
     bed.watched()
 
 
@@ -150,7 +161,7 @@ def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
         row.trouble = f"; {error}"
     answers, now = bed.answers(), _now()
     # Writes that could not be committed while the store was unavailable may be lost, too.
-    bound = 0 if way.strict else allowed(row.interval_s + fault.lead_s)
+    bound = 0 if way.strict else allowed_ticks(row.interval_s + fault.lead_s)
     record_outcome(row, before, bed.watch_events(), answers, bound)
     row.overlaps = len(running.overlaps([span for span in bed.spans() if span.end_us >= row.at_us]))
     row.fenced_us = bed.fenced_us(row.node, row.at_us)
@@ -167,7 +178,17 @@ def _series(env: BedEnvironment, plan: Plan, way: Way, what: str, faults: Iterab
     for number, (seed, fault) in enumerate(faults):
         if number and _late(env, plan, f"{what} from {number + 1} on"):
             return
-        row = Row(way.case, number, fault.kind, seed, "", fault.lasts_s, 0, planned=way.planned, every_s=way.every_s)
+        row = Row(
+            case=way.case,
+            round=number,
+            kind=fault.kind,
+            seed=seed,
+            node="",
+            lasted_s=fault.lasts_s,
+            at_us=0,
+            planned=way.planned,
+            every_s=way.every_s,
+        )
         row.guest_bytes = GUEST_BYTES
         try:
             _run_fault(env, way, row, fault)
@@ -193,19 +214,19 @@ def _late(env: BedEnvironment, plan: Plan, what: str) -> bool:
 
 def failover(env: BedEnvironment, plan: Plan) -> None:
     """Kills the node with the guest, repeatedly."""
-    given = [(number, killed(number)) for number in range(plan.failovers)]
-    _series(env, plan, Way("failover", plan.failovers), "fail-overs", given)
+    kills = [(number, killed(number)) for number in range(plan.failovers)]
+    _series(env, plan, Way("failover", planned=plan.failovers), "fail-overs", kills)
 
 
 def faults(env: BedEnvironment, plan: Plan) -> None:
     """Injects random faults; their seeds are recorded."""
-    given = [(number, draw(number)) for number in range(plan.faults)]
-    _series(env, plan, Way("faults", plan.faults), "faults", given)
+    drawn = [(seed, draw(seed)) for seed in range(plan.faults)]
+    _series(env, plan, Way("faults", planned=plan.faults), "faults", drawn)
 
 
 def killed(number: int) -> Fault:
     """Returns a kill of the guest's node; each number hits another moment of a checkpoint."""
-    return Fault("kill", 0.0, 0.37 * (number % 7))
+    return Fault("kill", lasts_s=0.0, wait_s=0.37 * (number % 7))
 
 
 def held_faults(count: int) -> list[tuple[int, Fault]]:
@@ -216,15 +237,17 @@ def held_faults(count: int) -> list[tuple[int, Fault]]:
 
 def held(env: BedEnvironment, plan: Plan) -> None:
     """Injects faults with output commit: nothing that a client has received may be lost."""
-    way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
+    way = Way(
+        "held", planned=plan.held, every_s=HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True
+    )
     _series(env, plan, way, "faults with output commit", held_faults(plan.held))
 
 
 def held_off(env: BedEnvironment, plan: Plan) -> None:
     """Runs the control of `held` without output commit: the check of `held` must detect the lost ticks."""
-    way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
-    given = [(number, killed(number)) for number in range(plan.held_off)]
-    _series(env, plan, way, "fail-overs without output commit", given)
+    way = Way("held-off", planned=plan.held_off, every_s=HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
+    kills = [(number, killed(number)) for number in range(plan.held_off)]
+    _series(env, plan, way, "fail-overs without output commit", kills)
 
 
 CASES: dict[str, Callable[[BedEnvironment, Plan], None]] = {

@@ -29,6 +29,7 @@ PASSING = {
 }
 """The steps that begin and end a temporary fault."""
 LONGEST_S = 8.0
+"""Longest duration of a temporary fault, in s."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Fault:
     """One fault, drawn from a seed."""
 
     kind: str
+    """A member of `KINDS`."""
     lasts_s: float
+    """Duration of a temporary fault."""
     wait_s: float
     """Delay in s after the cluster has settled, so that the fault may hit any moment of a checkpoint."""
     lead_s: float = 0.0
@@ -50,7 +53,9 @@ def draw(seed: int) -> Fault:
     # The range has times both shorter and longer than the token timeout of Corosync.
     lasts = chance.uniform(0.2, LONGEST_S) if kind in (*PASSING, "kill-store-away") else 0.0
     wait = chance.uniform(0.0, 2.0)
-    return Fault(kind, lasts, wait, chance.uniform(0.2, 2.0) if kind == "kill-store-away" else 0.0)
+    return Fault(
+        kind, lasts_s=lasts, wait_s=wait, lead_s=chance.uniform(0.2, 2.0) if kind == "kill-store-away" else 0.0
+    )
 
 
 def words(step: str, node: str) -> list[str]:

@@ -25,7 +25,9 @@ committed."""
 CALLERS = 16
 """Connections that measure round trips. Each pauses randomly between requests, so that requests come at any moment."""
 PAUSE_S = 0.4
+"""Longest such pause in s."""
 MANY = 64
+"""Connections that measure answers per second."""
 DEADLINE_S = 30.0
 """Timeout of one answer in s."""
 ASK = b"tick\n"
@@ -38,7 +40,7 @@ def _connect(guest: Guest) -> socket.socket:
     return line
 
 
-def _answer(line: socket.socket) -> None:
+def _receive_answer(line: socket.socket) -> None:
     reply = b""
     while not reply.endswith(b"\n"):
         part = line.recv(256)
@@ -61,14 +63,14 @@ def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
                 if began > end:
                     return
                 line.sendall(ASK)
-                _answer(line)
+                _receive_answer(line)
                 round_trips.append((time.monotonic() - began) * 1e6)
         except OSError as error:
             failed.append(error)
 
     threads = [
-        threading.Thread(target=caller, args=(line, random.Random(seed * 1000 + number)))
-        for number, line in enumerate(lines)
+        threading.Thread(target=caller, args=(line, random.Random(seed * 1000 + index)))
+        for index, line in enumerate(lines)
     ]
     for thread in threads:
         thread.start()
@@ -90,20 +92,20 @@ def rate(lines: list[socket.socket], seconds: float) -> float:
             for key, _ in selector.select(left_s):
                 line = key.fileobj
                 assert isinstance(line, socket.socket)
-                _answer(line)
+                _receive_answer(line)
                 answered += 1
                 line.sendall(ASK)
     took_s = time.monotonic() - began
     for line in lines:
-        _answer(line)
+        _receive_answer(line)
     return answered / took_s
 
 
-def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
+def turns(plan: Plan, round_number: int) -> list[tuple[str, float | None]]:
     """Returns the ways of one round with their intervals in s; every other round has the reverse order."""
     ways: list[tuple[str, float | None]] = [("none", None)]
     ways += [(how, every_s) for every_s in plan.output_every_s for how in WAYS[1:]]
-    return ways if number % 2 == 0 else ways[::-1]
+    return ways if round_number % 2 == 0 else ways[::-1]
 
 
 @contextmanager
@@ -125,16 +127,25 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
 
 def output(env: BedEnvironment, plan: Plan) -> None:
     """Measures a guest outside of the cluster, with its store over TLS."""
-    env.away()
+    env.stop_bed()
     with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as tls_store:
-        guest = Guest("output", env.image("micro"), GUEST_BYTES >> 20, 31, None, name, env.ram_dir, env.disk_dir)
+        guest = Guest(
+            "output",
+            image=env.image("micro"),
+            memory_mib=GUEST_BYTES >> 20,
+            index=31,
+            touch=None,
+            netns=name,
+            ram_dir=env.ram_dir,
+            disk_dir=env.disk_dir,
+        )
         store = tls_store.fresh(guest.name)
         with env.ours(guest):
             _warm(guest, plan.many_s)
-            for number in range(plan.output_rounds):
-                for how, every_s in turns(plan, number):
-                    env.log(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
-                    _window(env, guest, store, how, every_s, number, plan)
+            for round_number in range(plan.output_rounds):
+                for how, every_s in turns(plan, round_number):
+                    env.log(f"output: turn {round_number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
+                    _window(env, guest, store, how, every_s, round_number, plan)
 
 
 def _warm(guest: Guest, seconds: float) -> None:
@@ -146,16 +157,26 @@ def _warm(guest: Guest, seconds: float) -> None:
 
 
 def _window(
-    env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None, number: int, plan: Plan
+    env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None, round_number: int, plan: Plan
 ) -> None:
     began_us, planned = time.time_ns() // 1000, plan.output_rounds
-    row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
+    row = Row(
+        case="output",
+        round=round_number,
+        kind=how,
+        seed=round_number,
+        node="",
+        lasted_s=plan.trips_s,
+        at_us=began_us,
+        planned=planned,
+        every_s=every_s,
+    )
     lines: list[socket.socket] = []
     try:
         # Connects before output is held: otherwise each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
         with _protected(env, guest, store, how, every_s):
-            round_trips = trips(lines[:CALLERS], plan.trips_s, number)
+            round_trips = trips(lines[:CALLERS], plan.trips_s, round_number)
             row.trips, row.median_us, row.p99_us = len(round_trips), median(round_trips), p99(round_trips)
             row.per_s = rate(lines, plan.many_s)
             row.recovered = True

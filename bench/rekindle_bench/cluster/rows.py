@@ -8,21 +8,24 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One fault and its outcome. `*_us`, if a point in time: microseconds since 1970."""
 
     case: str
-    """`failover`, `faults`, `held` or `held-off`; `output`, whose rows are windows, not faults."""
+    """`failover`, `faults`, `held` (faults with output commit) or `held-off` (its control without output commit);
+    `output`, whose rows are windows, not faults."""
     round: int
     kind: str
     """The fault: one of `faults.KINDS`. For `output`, the way: one of `output.WAYS`."""
     seed: int
+    """Seed of a random fault, or the number of a kill."""
     node: str
     """The affected node; for most kinds the node that ran the VM."""
     lasted_s: float
     """Duration of a temporary fault, in s."""
     at_us: int
+    """When the fault began; for `output`, the window."""
     planned: int = 0
     """Planned number of faults of this case."""
     recovered: bool = False
@@ -52,12 +55,14 @@ class Row:
     spare_bytes: int | None = None
     """Memory that the other nodes held for the guest before the fault."""
     guest_bytes: int | None = None
+    """RAM of the guest."""
     every_s: float | None = None
     """Configured checkpoint interval in s; `None` without protection."""
     median_us: float | None = None
     """Median of the round trips in a window of `output`."""
     p99_us: float | None = None
     trips: int | None = None
+    """Number of these round trips."""
     per_s: float | None = None
     """Answers per second over `output.MANY` connections, each of which sends its next request after an answer."""
 

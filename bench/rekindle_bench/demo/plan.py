@@ -30,6 +30,7 @@ os_interval_max_d = 7
 [target]
 availability = 0.9999
 """
+"""The start of the plan's file."""
 COLD = "cold"
 TAIL = """
 [[hosts]]

@@ -50,10 +50,10 @@ class Row:
 
     how: str
     at_ms: int
-    """Time of the complete answer, in s since the command to reboot."""
+    """Time of the complete answer since the command to reboot."""
     bytes: int
     us: int
-    """Duration of the request, in s."""
+    """Duration of the request."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Reboot:
 
     def served(self) -> float:
         """Returns when as many files were served as there are, counted from when all services answered again."""
-        return self.after()[FILES - 1].at
+        return self.after()[FILES - 1].at  # `AFTER` is more than `FILES`
 
     def rate_before(self) -> float:
         """Returns MB/s before the reboot."""
@@ -101,13 +101,23 @@ def through(env: CacheEnvironment, guest: CacheGuest, client: Client, how: str) 
     end = time.monotonic() - started
     answers = [Answer(answer.at - started, answer.took_s, answer.bytes) for answer in client.answers]
     shown = [answer for answer in answers if -BEFORE_S <= answer.at <= end]
-    return Reboot(how, shown, well, end, env.from_retained_cache(guest))
+    return Reboot(how=how, answers=shown, well=well, end=end, retained_bytes=env.from_retained_cache(guest))
 
 
 def measure(env: CacheEnvironment) -> list[Reboot]:
     """Measures one guest through both reboots."""
     image = env.image("debian")
-    guest = CacheGuest("web", image, MEMORY_MIB, 1, None, env.netns, env.ram_dir, env.disk_dir, bytes_per_s=BYTES_PER_S)
+    guest = CacheGuest(
+        "web",
+        image=image,
+        memory_mib=MEMORY_MIB,
+        index=1,
+        touch=None,
+        netns=env.netns,
+        ram_dir=env.ram_dir,
+        disk_dir=env.disk_dir,
+        bytes_per_s=BYTES_PER_S,
+    )
     reboots = []
     with env.ours(guest):
         # Disabled because PostgreSQL would start while the web server already serves files.
@@ -117,7 +127,9 @@ def measure(env: CacheEnvironment) -> list[Reboot]:
                 client.wait(FILES)  # so that the guest has cached all of them
                 reboots.append(through(env, guest, client, how))
                 for answer in reboots[-1].answers:
-                    env.rows.append(Row(how, round(answer.at * 1e3), answer.bytes, round(answer.took_s * 1e6)))
+                    env.rows.append(
+                        Row(how=how, at_ms=round(answer.at * 1e3), bytes=answer.bytes, us=round(answer.took_s * 1e6))
+                    )
                 env.log(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
     return reboots
 
@@ -145,7 +157,7 @@ def draw(reboots: Sequence[Reboot], path: Path) -> None:
         1, len(reboots), figsize=(5.2 * len(reboots), 3.8), squeeze=False, sharey=True, layout="constrained"
     )
     for axes, reboot in zip(all_axes[0], reboots, strict=True):
-        _panel(axes, reboot, -BEFORE_S, max(one.end for one in reboots))
+        _panel(axes, reboot, -BEFORE_S, max(other.end for other in reboots))
     all_axes[0][0].set_ylabel("MB/s")
     all_axes[0][0].set_ylim(0)
     figure.suptitle(
@@ -203,7 +215,9 @@ def main(
     out = out.resolve()  # absolute, since definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
-        with environment(Setup(root, rekindle.resolve(), qemu, rows, out.parent), slow=False) as env:
+        with environment(
+            Setup(root=root, binary=rekindle.resolve(), qemu=qemu, rows=rows, disk=out.parent), slow=False
+        ) as env:
             reboots = measure(env)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -1,10 +1,15 @@
-"""Computes the figures of the fault experiment from raw rows alone, so that a file can be analysed again."""
+"""Computes the figures and tables of the fault experiment from raw rows alone, so that a file can be analysed again.
+
+A `frame` has a row for each run: faults, a reboot, and a comparison of the disk with what the guest reads; `rows.Row`
+documents its columns. `checked` is 1 if the disk server checks the digest of each retained block, 0 in the control.
+"""
 
 import json
 
 import pandas as pd
 
 from rekindle_bench.report import Bar, Findings
+from rekindle_bench.rows import matching, numbers
 from rekindle_lab.stats import median
 
 from .kinds import KINDS
@@ -13,7 +18,13 @@ from .rows import OUTCOMES
 
 def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
     """Returns the runs in which all blocks were compared."""
-    return frame[(frame["checked"] == checked) & frame["wrong"].notna()]
+    of_server = matching(frame, checked=checked)
+    return of_server[of_server["wrong"].notna()]
+
+
+def _blocks_hit(rows: pd.DataFrame) -> int:
+    """Returns the number of blocks whose page-cache frames were damaged, over all runs."""
+    return int(rows["hit"].map(lambda blocks_json: len(json.loads(blocks_json))).sum())
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
@@ -21,43 +32,40 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     findings = Findings(raw)
     for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
         # Runs of the control without faults are in the tables only.
-        damaged = runs(frame, checked)
-        damaged = damaged[damaged["kind"] != "none"]
+        with_faults = frame[frame["kind"] != "none"]
+        damaged = runs(with_faults, checked)
         if not len(damaged):
             findings.report_missing(name)
             continue
-        wrong = [float(value) for value in damaged["wrong"]]
+        wrong = numbers(damaged["wrong"])
         extra = {
             "compared": float(damaged["compared"].sum()),
             "served": float(damaged["served"].sum()),
             "refused": float(damaged["refused"].sum()),
-            "hit": float(damaged["hit"].map(lambda text: len(json.loads(text))).sum()),
+            "hit": float(_blocks_hit(damaged)),
             "hit_wrong": float(damaged["hit_wrong"].sum()),
             "runs_wrong": float((damaged["wrong"] > 0).sum()),
-            "runs_unfinished": float(
-                ((frame["checked"] == checked) & frame["wrong"].isna() & (frame["kind"] != "none")).sum()
-            ),
+            "runs_unfinished": float(matching(with_faults, checked=checked)["wrong"].isna().sum()),
         }
-        findings.add_sample(name, "", wrong, bar, value=sum(wrong), extra=extra)
+        findings.add(name, wrong, "", bar, value=sum(wrong), extra=extra)
     return findings
 
 
 def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
     """Lists the types of faults: figures 14 and 15 as a table."""
     lines: list[dict[str, object]] = []
-    chosen = frame[frame["checked"] == checked]
     for kind in KINDS:
-        all_of = chosen[chosen["kind"] == kind.name]
-        finished = runs(all_of, checked)
-        if not len(all_of):
+        started = matching(frame, checked=checked, kind=kind.name)
+        finished = runs(started, checked)
+        if not len(started):
             continue
         line: dict[str, object] = {"type": kind.name, "class": kind.of_class, "n": len(finished)}
         line |= {outcome: int((finished["outcome"] == outcome).sum()) for outcome in OUTCOMES}
-        line["unfinished"] = len(all_of) - len(finished)
+        line["unfinished"] = len(started) - len(finished)
         if len(finished):
-            line |= {name: int(median([float(v) for v in finished[name]])) for name in ("kept", "served", "refused")}
+            line |= {name: int(median(numbers(finished[name]))) for name in ("kept", "served", "refused")}
             if checked == 0:
-                line["blocks hit"] = int(finished["hit"].map(lambda text: len(json.loads(text))).sum())
+                line["blocks hit"] = _blocks_hit(finished)
                 line["of those wrong"] = int(finished["hit_wrong"].sum())
             line["runs with refused"] = int((finished["refused"] > 0).sum())
             line["runs with wrong"] = int((finished["wrong"] > 0).sum())

@@ -1,10 +1,14 @@
-"""The case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges the rows."""
+"""The only case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges the rows.
+
+`faults` runs `one_run` for every type of fault, in *lanes* (threads), each with guests of its own (*subjects*).
+"""
 
 import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +23,27 @@ from .rows import Row
 PATIENCE_S = 4.0
 """Seconds without an answer, or without progress of its load, after which a guest counts as hung."""
 REBOOT_S = 60.0
+"""Deadline for a crashed guest to be booted again."""
+LOADED = 50
+"""Blocks read, blocks written and packets sent after which the guest's load counts as running."""
 TRIES = 5
 """Number of other changes to try when the module rejects a change of code that the kernel itself has changed."""
 LISTED = 10
+"""Number of wrong blocks that a row names."""
 
 
-def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, int]]:
-    """Returns the remaining runs, each as block, type of fault, and 1 if digests are checked (else 0).
+class Job(NamedTuple):
+    """One run that remains to be done."""
+
+    block: int
+    """Number of the set of runs that has each type once."""
+    kind: str
+    checked: int
+    """1 if digests are checked, else 0."""
+
+
+def jobs(plan: Plan, finished: dict[tuple[str, int], int]) -> list[Job]:
+    """Returns the remaining runs. `finished`: number of finished runs, by type and by whether digests were checked.
 
     A block has each type once, in a new order: an interrupted experiment has almost equally many runs of each type.
     """
@@ -34,18 +52,20 @@ def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, i
     for block in range(plan.runs):
         names = list(plan.kinds)
         random.Random(block).shuffle(names)
-        jobs_left += [(block, name, 1) for name in names if block >= done.get((name, 1), 0)]
+        jobs_left += [Job(block, name, 1) for name in names if block >= finished.get((name, 1), 0)]
         if unchecked_every and block % unchecked_every == 0 and block // unchecked_every < plan.unchecked:
-            jobs_left += [(block, name, 0) for name in names if block // unchecked_every >= done.get((name, 0), 0)]
+            jobs_left += [
+                Job(block, name, 0) for name in names if block // unchecked_every >= finished.get((name, 0), 0)
+            ]
     return jobs_left
 
 
 def faults(env: FaultEnvironment, plan: Plan) -> None:
     """Runs all faults, several guests at a time."""
-    waiting = jobs(plan, env.done)
+    waiting = jobs(plan, env.finished)
     total, lock = len(waiting), threading.Lock()
 
-    def next_job() -> tuple[int, str, int] | None:
+    def next_job() -> Job | None:
         with lock:
             late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
             return None if late or not waiting or stopping.is_set() else waiting.pop(0)
@@ -56,7 +76,9 @@ def faults(env: FaultEnvironment, plan: Plan) -> None:
             while job := next_job():
                 block, name, checked = job
                 env.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
-                row = Row(name, BY_NAME[name].of_class, checked, block, 1000 * block + index)
+                row = Row(
+                    kind=name, of_class=BY_NAME[name].of_class, checked=checked, block=block, seed=1000 * block + index
+                )
                 began = time.monotonic()
                 try:
                     if checked not in subjects:
@@ -75,9 +97,9 @@ def faults(env: FaultEnvironment, plan: Plan) -> None:
                 with lock:
                     env.rows.append(row)
         finally:
-            with ExitStack() as all_of:
+            with ExitStack() as all_stacks:  # closes the others, too, if one fails
                 for _, stack in subjects.values():
-                    all_of.callback(stack.close)
+                    all_stacks.callback(stack.close)
 
     stopping = threading.Event()
     in_lanes(plan.lanes, lane, stopping, lambda: env.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
@@ -104,12 +126,13 @@ def in_lanes(
     try:
         for thread in threads:
             thread.start()
-        for one in ended:
-            one.wait()
+        for lane_ended in ended:
+            lane_ended.wait()
     except BaseException:
         stopping.set()
-        for thread, one in zip(threads, ended, strict=True):
-            while not one.wait(0.1) and thread.ident is not None:  # `ident` is `None` if the thread was never started
+        for thread, lane_ended in zip(threads, ended, strict=True):
+            # `ident` is `None` if the thread was never started.
+            while not lane_ended.wait(0.1) and thread.ident is not None:
                 pass
         broken_off()
         raise
@@ -119,13 +142,13 @@ def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan:
     """Injects faults of one type, reboots, and compares every block."""
     rng = random.Random(f"{row.block} {kind.name} {row.checked}")
     generation, console_length = subject.generation(), len(subject.console())
-    _ok(subject.ask(f"fill vda {BLOCKS}", 60.0), "fill")
+    _require_ok(subject.ask(f"fill vda {BLOCKS}", 60.0), "fill")
     host = subject.guest.host_address.split("/")[0]
-    _ok(subject.ask(f"load vda {BLOCKS} {row.seed} {host}"), "load")
+    _require_ok(subject.ask(f"load vda {BLOCKS} {row.seed} {host}"), "load")
     with subject.traffic():
         _wait_loaded(subject)
         try:
-            row.put, row.hit = put_in(env, subject, kind, rng)
+            row.put, row.hit = inject(env, subject, kind, rng)
         except NoAnswerError as error:
             # The guest may end while the faults are injected.
             row.put, row.note = kind.count, f"{error}"[:100]
@@ -137,9 +160,9 @@ def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan:
     compare(subject, row)
 
 
-def _ok(answer: str, doing: str) -> None:
+def _require_ok(answer: str, command: str) -> None:
     if not answer.startswith("ok"):
-        raise RekindleError(f"{doing}: {answer}")
+        raise RekindleError(f"{command}: {answer}")
 
 
 def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
@@ -153,16 +176,16 @@ def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
 
 def _wait_loaded(subject: Subject) -> None:
     """Waits until the guest's load has read, written and sent something."""
-    if not _poll_until(time.monotonic() + 30.0, lambda: min(subject.progress(10.0)) >= 50):
+    if not _poll_until(time.monotonic() + 30.0, lambda: min(subject.progress(10.0)) >= LOADED):
         raise RekindleError(f"{subject.guest.name}: its load does nothing")
 
 
-def put_in(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
+def inject(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
     """Injects the faults; returns how many, and the blocks whose page-cache frames the faults hit, where known."""
     if kind.method == "nothing":
         return 0, []
     if kind.method == "line":
-        _ok(subject.ask(f"fault {kind.name} {kind.count} {rng.randrange(1 << 32)}", 5.0), f"fault {kind.name}")
+        _require_ok(subject.ask(f"fault {kind.name} {kind.count} {rng.randrange(1 << 32)}", 5.0), f"fault {kind.name}")
         return kind.count, []
     if kind.method == "code":
         return _change_code(env, subject, kind, rng), []
@@ -189,8 +212,8 @@ def _change_code(env: FaultEnvironment, subject: Subject, kind: Kind, rng: rando
     if env.code is None:
         raise ValueError("the kernel's code is not known")
     changed = 0
-    for tried, change in enumerate(env.code.changes(kind.name, rng)):
-        if changed == kind.count or tried == TRIES * kind.count:
+    for tries, change in enumerate(env.code.changes(kind.name, rng)):
+        if changed == kind.count or tries == TRIES * kind.count:
             return changed
         try:
             changed += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
@@ -206,11 +229,11 @@ def outcome(subject: Subject, generation: int) -> str:
         return "crashed"
     if not subject.qemu_alive() and not subject.busy():
         return "died"
-    answered = before = None
+    answered, before = False, None
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
-            now = subject.progress(max(deadline - time.monotonic(), 0.2))
+            now = subject.progress(max(deadline - time.monotonic(), 0.2))  # s to wait for the answer
         except (NoAnswerError, ValueError):
             continue
         if before is not None and all(new > old for new, old in zip(now, before, strict=True)):
@@ -225,7 +248,7 @@ def outcome(subject: Subject, generation: int) -> str:
 def boot_again(subject: Subject, generation: int, row: Row) -> str:
     """Ensures that the guest is rebooted; returns the way: see `Row.way`."""
     if row.outcome == "crashed":
-        _booted(subject, generation)
+        _wait_booted(subject, generation)
         return "watch"
     if row.outcome == "died":
         subject.rekindle.call("recover", subject.guest.name)
@@ -235,17 +258,17 @@ def boot_again(subject: Subject, generation: int, row: Row) -> str:
     except RekindleError as error:
         # The guest may have ended meanwhile.
         row.note = f"{row.note} {error}".strip()[:300]
-        _booted(subject, generation)
+        _wait_booted(subject, generation)
         return "watch"
     return "host"
 
 
-def _booted(subject: Subject, generation: int) -> None:
-    done = _poll_until(
+def _wait_booted(subject: Subject, generation: int) -> None:
+    is_booted = _poll_until(
         time.monotonic() + REBOOT_S,
         lambda: subject.generation() != generation and subject.qemu_alive() and not subject.busy(),
     )
-    if not done:
+    if not is_booted:
         raise RekindleError(f"{subject.guest.name}: crashed and was not booted within {REBOOT_S:g} s")
 
 
@@ -258,14 +281,15 @@ def compare(subject: Subject, row: Row) -> None:
     status = subject.status()
     if bool(status.get("unchecked", False)) == bool(row.checked):
         raise RekindleError("the disk server is not the expected one: " + str(status))
-    left, counts = status["attic"] or (0, status["emptied"])
+    # `attic`: blocks that are still retained, and counts of the others. `emptied`: the counts once none is retained.
+    still_retained, counts = status["attic"] or (0, status["emptied"])
     if counts is None:
         row.note = f"{row.note} nothing was kept".strip()
         row.kept = row.served = row.refused = row.overwritten = row.dropped = 0
         return
     row.served, row.refused = counts["served"], counts["refused"]
     row.overwritten, row.dropped = counts["overwritten"], counts["dropped"]
-    row.kept = left + sum(counts.values())
+    row.kept = still_retained + sum(counts.values())
 
 
 CASES: dict[str, Callable[[FaultEnvironment, Plan], None]] = {"faults": faults}

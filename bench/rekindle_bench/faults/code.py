@@ -17,8 +17,9 @@ from capstone import x86
 KERNEL_BASE = 0xFFFFFFFF80000000
 """Virtual address of physical address 0 in the kernel's image on x86-64 (the guest runs with `nokaslr`)."""
 NOP = 0x90
+"""Opcode of the instruction that does nothing."""
 
-LOADED = re.compile(
+RUN_UNDER_LOAD = re.compile(
     r"(_?_?filemap|page_cache|_?_?folio|find_get|mpage|blkdev|_?_?blk_mq|_?_?bio_|submit_bio|_?_?block_|create_empty_buffers"
     r"|generic_file|generic_perform|balance_dirty|writeback|wb_|write_cache|virtqueue|_?_?sock_|udp_|_?_?ip_|_?_?dev_"
     r"|_?_?napi|net_rx|_?_?netif|_?_?tcp_|_?_?skb_|_?_?alloc_skb|consume_skb|sk_|_?_?kmem_cache|_?_?kmalloc|kfree|___slab"
@@ -33,6 +34,7 @@ _FRAME = {x86.X86_REG_RSP, x86.X86_REG_RBP}
 _PROLOGUE = 16
 """Number of instructions at the start of a function in which it reads its parameters."""
 _REPEAT = (0xF2, 0xF3)
+"""Prefixes that repeat a string instruction: REPNE, REP."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Code:
 
     @classmethod
     def span(cls, kallsyms: str) -> tuple[list[tuple[int, str]], int, int]:
-        """Parses /proc/kallsyms: returns the kernel's own symbols, and the bounds of its code."""
+        """Parses /proc/kallsyms: returns the kernel's own symbols, and the bounds of its code (virtual addresses)."""
         symbols, known = [], {}
         for line in kallsyms.splitlines():
             parts = line.split()
@@ -80,12 +82,13 @@ class Code:
         start, end = known["_stext"], known["_etext"]
         return sorted(symbol for symbol in symbols if start <= symbol[0] <= end), start, end
 
-    def loaded(self) -> list[int]:
+    def run_under_load(self) -> list[int]:
         """Indices of the symbols of functions that a guest under load executes."""
         return [
-            n
-            for n, (address, name) in enumerate(self.symbols[:-1])
-            if LOADED.match(name) and 8 < self.symbols[n + 1][0] - address < 1 << 14
+            symbol
+            for symbol, (address, name) in enumerate(self.symbols[:-1])
+            # Leaves out stubs, and distances that are too long for one function.
+            if RUN_UNDER_LOAD.match(name) and 8 < self.symbols[symbol + 1][0] - address < 1 << 14
         ]
 
     def name(self, address: int) -> str:
@@ -100,21 +103,21 @@ class Code:
 
     def changes(self, kind: str, rng: random.Random) -> Iterator[Change]:
         """Yields faults of a kind, without end, in functions that the guest executes."""
-        functions = self.loaded()
+        functions = self.run_under_load()
         if not functions:
             raise ValueError("the kernel has none of the functions that are known to be run")
-        taken: set[int] = set()
+        changed: set[int] = set()  # addresses
         while True:
             instructions = self.instructions(rng.choice(functions))
             possible = [
                 (instruction, new)
                 for place, instruction in enumerate(instructions)
-                if instruction.address not in taken
+                if instruction.address not in changed
                 for new in self.faulty(kind, place, instruction)
             ]
             if possible:
                 instruction, new = rng.choice(possible)
-                taken.add(instruction.address)
+                changed.add(instruction.address)
                 yield Change(instruction.address, bytes(instruction.bytes), new)
 
     def faulty(self, kind: str, place: int, instruction: capstone.CsInsn) -> list[bytes]:
@@ -147,13 +150,15 @@ class Code:
         decoded = list(self._decoder.disasm(new, old.address))
         if len(decoded) != 1 or decoded[0].size != old.size or decoded[0].id != old.id or not old.operands:
             return False
-        before, after = ([_operand(op) for op in one.operands] for one in (old, decoded[0]))
-        differ = [n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-        if len(before) != len(after) or len(differ) != 1:
+        before, after = ([_operand(each) for each in instruction.operands] for instruction in (old, decoded[0]))
+        if len(before) != len(after):
             return False
-        operand = old.operands[differ[0]]
+        different = [index for index in range(len(before)) if before[index] != after[index]]
+        if len(different) != 1:
+            return False
+        operand = old.operands[different[0]]
         if kind == "destination":
-            return operand.type == x86.X86_OP_REG and differ[0] == 0 and bool(operand.access & capstone.CS_AC_WRITE)
+            return operand.type == x86.X86_OP_REG and different[0] == 0 and bool(operand.access & capstone.CS_AC_WRITE)
         return operand.type == x86.X86_OP_MEM and old.id != x86.X86_INS_LEA
 
 

@@ -28,8 +28,10 @@ from .plan import BLOCKS, MEMORY_MIB
 from .rows import read
 
 PORT = 7002
+"""Port of the experiment's program in the guest (tests/images/faults)."""
+ECHO_PORT = 7
 READY_S = 120.0
-ROW_BYTES = 4096
+BLOCK_BYTES = 4096
 _COMPLAINT = re.compile(r"BUG:|Oops|general protection|invalid opcode|WARNING:|Kernel panic|stack segment|double fault")
 
 
@@ -59,7 +61,7 @@ class FaultGuest(Guest):
 
     def write(self, folder: Path, qemu: str) -> Path:
         """Writes the definition, and a disk whose blocks are all different."""
-        self.disk.write_bytes(os.urandom(BLOCKS * ROW_BYTES))
+        self.disk.write_bytes(os.urandom(BLOCKS * BLOCK_BYTES))
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
         return path
@@ -67,7 +69,7 @@ class FaultGuest(Guest):
 
 @dataclass
 class Subject:
-    """A running VM, with access to its state."""
+    """A running VM of the experiment: its guest can be asked, and its state, disk and RAM be read from outside."""
 
     guest: FaultGuest
     rekindle: Rekindle
@@ -166,7 +168,7 @@ class Subject:
 
     def image(self) -> np.ndarray:
         """Reads the disk past the host's page cache: an array with a row for each block."""
-        length = BLOCKS * ROW_BYTES
+        length = BLOCKS * BLOCK_BYTES
         with contextlib.closing(mmap.mmap(-1, length)) as buffer:
             disk = os.open(self.guest.disk, os.O_RDONLY | os.O_DIRECT)
             try:
@@ -178,12 +180,12 @@ class Subject:
                     filled += count
             finally:
                 os.close(disk)
-            return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
+            return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, BLOCK_BYTES // 8)
 
     def seen(self) -> np.ndarray:
         """Reads the disk as the guest sees it, through the guest's page cache: an array with a row for each block."""
-        data = self.receive(f"send vda 0 {BLOCKS}", BLOCKS * ROW_BYTES)
-        return np.frombuffer(data, dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
+        data = self.receive(f"send vda 0 {BLOCKS}", BLOCKS * BLOCK_BYTES)
+        return np.frombuffer(data, dtype=np.uint64).reshape(BLOCKS, BLOCK_BYTES // 8)
 
     def receive_queue(self) -> dict[str, Any]:
         """Returns the location of the network card's receive queue, as QEMU reports it."""
@@ -203,7 +205,7 @@ class Subject:
         def run() -> None:
             while not ended.is_set():
                 try:
-                    with netns.connect(self.guest.netns, self.guest.address, 7, 0.1) as connection:
+                    with netns.connect(self.guest.netns, self.guest.address, ECHO_PORT, 0.1) as connection:
                         connection.settimeout(0.5)
                         while not ended.is_set():
                             connection.sendall(bytes(1024))
@@ -232,7 +234,7 @@ class FaultEnvironment(Environment):
 
     unchecked: Rekindle | None
     """Runs the binary without the check of digests, in a run directory of its own."""
-    done: dict[tuple[str, int], int] = field(default_factory=dict)
+    finished: dict[tuple[str, int], int] = field(default_factory=dict)
     """Number of finished runs, by type and by whether digests were checked."""
     code: Code | None = None
     _once: threading.Lock = field(default_factory=threading.Lock)
@@ -253,7 +255,16 @@ class FaultEnvironment(Environment):
         name = f"fault{index}{'c' if checked else 'u'}"
         image = self.fault_image()
         number = 2 * index + checked
-        guest = FaultGuest(name, image, MEMORY_MIB, number, None, self.netns, self.ram_dir, self.disk_dir)
+        guest = FaultGuest(
+            name,
+            image=image,
+            memory_mib=MEMORY_MIB,
+            index=number,
+            touch=None,
+            netns=self.netns,
+            ram_dir=self.ram_dir,
+            disk_dir=self.disk_dir,
+        )
         definition = guest.write(self.work, self.qemu)
         subject = Subject(guest, rekindle)
         try:
@@ -277,7 +288,7 @@ class FaultEnvironment(Environment):
             if self.code is None:
                 symbols, start, end = Code.span(subject.receive("cat /proc/kallsyms", None).decode())
                 ram = Ram(subject.ram_file())
-                self.code = Code(symbols, ram.read(start - KERNEL_BASE, end - start), start)
+                self.code = Code(symbols=symbols, text=ram.read(start - KERNEL_BASE, end - start), start=start)
                 ram.close()
 
 
@@ -302,7 +313,9 @@ def environment(setup: Setup) -> Iterator[FaultEnvironment]:
     unchecked = build_unchecked(setup.root) if setup.plan.unchecked else None
     with setup.workspace() as space:
         without_check = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
-        env = setup.environment(FaultEnvironment, space, unchecked=without_check, done=finished_runs(setup.rows.path))
+        env = setup.environment(
+            FaultEnvironment, space, unchecked=without_check, finished=finished_runs(setup.rows.path)
+        )
         env.fault_image()
         yield env
 

@@ -28,7 +28,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         shares = [_share(unchecked, name, outcome) for name in names]
         if any(shares):
             axes.barh(names, shares, left=starts, label=f"unchecked: {outcome}", color=COLOURS[outcome])
-        starts = [at + share for at, share in zip(starts, shares, strict=True)]
+        starts = [start + share for start, share in zip(starts, shares, strict=True)]
     axes.plot([_share(checked, name, None) for name in names], names, "k|", markersize=10, label="checked")
     axes.invert_yaxis()
     axes.set_xlim(0, 105)

@@ -1,4 +1,8 @@
-"""A guest's memory from outside: writes faults into the RAM file while the guest runs."""
+"""A guest's memory from outside: writes faults into the RAM file while the guest runs.
+
+A *frame* is a page of physical memory, given by its number. `cached` maps each frame of the guest's page cache that
+holds a block of the disk to the number of that block.
+"""
 
 import random
 import struct
@@ -41,11 +45,14 @@ class Ram:
     def cached(self, image: np.ndarray) -> dict[int, int]:
         """Returns the frames that hold disk blocks, each with its block. `image`: a row of uint64 for each block."""
         words = self._bytes[: self.frames * PAGE].view(np.uint64).reshape(self.frames, PAGE // 8)
+        # For each frame, the block whose first word is the same or else the next larger one; then compare whole frames.
         order = np.argsort(image[:, 0])
-        found = np.searchsorted(image[order, 0], words[:, 0])
-        block = order[np.minimum(found, len(order) - 1)]
-        maybe = np.nonzero(image[block, 0] == words[:, 0])[0]
-        return {int(frame): int(block[frame]) for frame in maybe if np.array_equal(words[frame], image[block[frame]])}
+        positions = np.searchsorted(image[order, 0], words[:, 0])
+        block = order[np.minimum(positions, len(order) - 1)]
+        candidates = np.nonzero(image[block, 0] == words[:, 0])[0]
+        return {
+            int(frame): int(block[frame]) for frame in candidates if np.array_equal(words[frame], image[block[frame]])
+        }
 
     def flip_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
         """Flips a bit in each of `count` frames; returns these frames."""
@@ -56,15 +63,18 @@ class Ram:
 
     def overrun_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[list[int]]:
         """Simulates copies that overrun page-cache frames by up to four pages; returns the overrun frames, by copy."""
-        done = []
+        overrun_frames = []
         for frame in rng.sample(sorted(cached), min(count, len(cached))):
             data = rng.randbytes(rng.randint(1, 4 * PAGE))
             self.write((frame + 1) * PAGE, data)
-            done.append([frame + 1 + n for n in range((len(data) + PAGE - 1) // PAGE)])
-        return done
+            overrun_frames.append([frame + 1 + n for n in range((len(data) + PAGE - 1) // PAGE)])
+        return overrun_frames
 
     def flip_stacks(self, stacks: str, count: int, rng: random.Random) -> int:
-        """Flips bits in used kernel stacks; returns how many. `stacks`: the list from the guest's module."""
+        """Flips bits in used kernel stacks; returns how many.
+
+        `stacks`: the list from the guest's module, a line `TASK START LENGTH` for each piece (hexadecimal, physical).
+        """
         by_task: dict[str, list[tuple[int, int]]] = {}
         for line in stacks.splitlines():
             task, start, length = line.split()
@@ -84,13 +94,14 @@ class Ram:
 
         Returns the frames. `queue`: the receive queue, as QMP `x-query-virtio-queue-status` describes it (split ring).
         """
-        size, next_one = int(queue["vring-num"]), int(queue["last-avail-idx"])
+        # Layout of a split virtqueue: virtio specification, section 2.7.
+        size, next_index = int(queue["vring-num"]), int(queue["last-avail-idx"])
         descriptors, ring = int(queue["vring-desc"]), int(queue["vring-avail"])
-        (end,) = struct.unpack("<H", self.read(ring + 2, 2))
+        (end_index,) = struct.unpack("<H", self.read(ring + 2, 2))
         frames = sorted(cached)
-        given_pages: list[int] = []
-        for index in range(next_one + _AHEAD, next_one + ((end - next_one) & 0xFFFF)):
-            if len(given_pages) == count or not frames:
+        given_frames: list[int] = []
+        for index in range(next_index + _AHEAD, next_index + ((end_index - next_index) & 0xFFFF)):
+            if len(given_frames) == count or not frames:
                 break
             (head,) = struct.unpack("<H", self.read(ring + 4 + 2 * (index % size), 2))
             descriptor = descriptors + 16 * (head % size)
@@ -98,8 +109,8 @@ class Ram:
             if flags & _WRITABLE and length <= PAGE:
                 frame = frames.pop(rng.randrange(len(frames)))
                 self.write(descriptor, struct.pack("<Q", frame * PAGE))
-                given_pages.append(frame)
-        return given_pages
+                given_frames.append(frame)
+        return given_frames
 
     def close(self) -> None:
         """Unmaps the file."""

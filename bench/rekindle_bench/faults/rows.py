@@ -13,16 +13,19 @@ OUTCOMES: tuple[Outcome, ...] = ("crashed", "hung", "stalled", "went on", "died"
 """State of the guest before its reboot; docs/fault-experiment.md defines the outcomes."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One run: faults, a warm-cache reboot, and a comparison of every block."""
 
     kind: str
+    """Type of the faults: `kinds.Kind.name`."""
     of_class: str
     checked: int
     """1: the server checks digests; 0: the server was built with `unchecked-attic`."""
     block: int
+    """Number of the set of runs that has each type once."""
     seed: int
+    """Seed of the guest's load."""
     put: int = 0
     """Number of injected faults."""
     outcome: str = ""
@@ -33,8 +36,11 @@ class Row:
     kept: int | None = None
     """Blocks that the retained cache could have when the guest began to boot."""
     served: int | None = None
+    """Of these: blocks that the server returned to the guest."""
     refused: int | None = None
+    """Of these: blocks that the server read from the disk, since their digest was wrong."""
     overwritten: int | None = None
+    """Of these: blocks that the guest has written before it read them."""
     dropped: int | None = None
     compared: int | None = None
     """Blocks that were read from the guest."""

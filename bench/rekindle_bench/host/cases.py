@@ -1,4 +1,8 @@
-"""The cases: which guests and hosts are rebooted, and how often. The analysis judges the rows."""
+"""The cases of host reboots, listed in `CASES` at the end: which guests and hosts are rebooted, and how often.
+
+An *emulated host* is a QEMU that runs a whole KVM host (tests/hosts); its guests are guests of guests. For *direct*
+rows there is none: guests of this machine are suspended and resumed, as around a host's reboot.
+"""
 
 import random
 import time
@@ -30,17 +34,19 @@ FAULTS = (
 )
 """Every numbered point of a suspend and a resume, except the points at which a killed Rekindle would take a running
 QEMU along: the death of a running QEMU would not be a fault of a reboot."""
-UNIT = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
+DROP_IN = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
+"""Drop-in of a systemd unit of the host, which makes the unit's command fail; the next two are its content."""
 SUSPEND_WITH = """[Service]
 ExecStop=
 ExecStop=/usr/bin/env REKINDLE_FAULT={fault} /usr/bin/rekindle host suspend --planned
 """
+# The fault must happen once only: systemd starts a failed resume again.
 RESUME_WITH = """[Service]
 ExecStart=
 ExecStart=/usr/bin/rekindle host mount
 ExecStart=/bin/sh -c 'test -e /run/hit || {{ >/run/hit; export REKINDLE_FAULT={fault}; }}; exec rekindle host resume'
 """
-PARTNERS = 2
+FAULT_VMS = 2
 """Number of guests in a reboot with a fault: either all of them or none are suspended."""
 
 
@@ -48,18 +54,22 @@ class Rounds:
     """The remaining reboots of one case, for as long as the plan's time lasts."""
 
     def __init__(self, env: HostEnvironment, plan: Plan, case: str) -> None:
-        """Counts the reboots whose rows exist already as done."""
         self.env, self.plan, self.case = env, plan, case
 
+    def remaining(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> range:
+        """Returns the numbers of the reboots, of `count` in total, that have no rows of an earlier run."""
+        return range(self.env.finished.get((self.case, how, vms, memory_mib, where), 0), count)
+
     def of(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> Iterator[int]:
-        """Yields the numbers of the remaining reboots."""
-        finished = self.env.done.get((self.case, how, vms, memory_mib, where), 0)
-        for number in range(finished, count):
+        """Yields the numbers of the remaining reboots, until the time is over."""
+        for round_number in self.remaining(how, vms, memory_mib, count, where):
             if self.plan.budget_s is not None and time.monotonic() - self.env.began > self.plan.budget_s:
-                self.env.left_out.append(f"{self.case}, {vms} x {memory_mib}M, {how}: no time left for round {number}")
+                self.env.left_out.append(
+                    f"{self.case}, {vms} x {memory_mib}M, {how}: no time left for round {round_number}"
+                )
                 return
-            self.env.log(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {count}")
-            yield number
+            self.env.log(f"{self.case}: {vms} x {memory_mib}M, {how}, {round_number + 1} of {count}")
+            yield round_number
 
 
 @contextmanager
@@ -73,14 +83,13 @@ def host(env: HostEnvironment) -> Iterator[Machine]:
 def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, counts: dict[str, int]) -> None:
     """Reboots a number of guests in each way, in one emulated host."""
     rounds = Rounds(env, plan, case)
-    left = {how: list(rounds_left(env, case, how, vms, memory_mib, counts)) for how in HOWS}
-    if not any(left.values()):
+    if not any(rounds.remaining(how, vms, memory_mib, counts.get(how, 0)) for how in HOWS):
         return
     with host(env) as emulated, reboot.with_guests(emulated, vms, memory_mib) as guests:
         for how in HOWS:
-            for number in rounds.of(how, vms, memory_mib, counts.get(how, 0)):
-                rebooted = reboot_once(env, emulated, guests, case, number, how)
-                if how in env.breakdown_of(vms) and number == 0:
+            for round_number in rounds.of(how, vms, memory_mib, counts.get(how, 0)):
+                rebooted = reboot_once(env, emulated, guests, case, round_number, how)
+                if how in env.breakdown_of(vms) and round_number == 0:
                     env.records.append(
                         {
                             "how": how,
@@ -92,13 +101,14 @@ def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int,
                     )
 
 
-def rounds_left(env: HostEnvironment, case: str, how: str, vms: int, memory_mib: int, counts: dict[str, int]) -> range:
-    """Returns the numbers of the reboots that have no rows yet."""
-    return range(env.done.get((case, how, vms, memory_mib, "emulated"), 0), counts.get(how, 0))
-
-
 def reboot_once(
-    env: HostEnvironment, emulated: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
+    env: HostEnvironment,
+    emulated: Machine,
+    guests: Sequence[Guest],
+    case: str,
+    round_number: int,
+    how: str,
+    fault: str = "",
 ) -> reboot.Rebooted:
     """Reboots once and appends the rows; afterwards all guests are ready for another reboot."""
     rebooted = reboot.reboot(emulated, env.rekindle, guests, how, fault=bool(fault))
@@ -108,7 +118,7 @@ def reboot_once(
         emulated.ask(f"rekindle recover {guest.name} || :")
     sessions = {guest.name: guest.echoes(b"after") for guest in guests}
     outcomes = {guest.name: guest.outcome() for guest in guests}
-    for row in reboot.rows(case, number, guests, rebooted, outcomes, sessions):
+    for row in reboot.rows(case, round_number, guests, rebooted, outcomes, sessions):
         env.rows.append(replace(row, fault=fault))
     for guest in guests:
         if outcomes[guest.name] != "kept" or guest.session is None or not sessions[guest.name]:
@@ -130,66 +140,67 @@ def counts(env: HostEnvironment, plan: Plan) -> None:
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm several times in a row, with connections open during all reboots."""
-    ways(env, plan, "losses", PARTNERS, SMALL_MIB, {"warm": plan.losses})
+    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.losses})
 
 
 def faults(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm with a fault at a random point: first guests on this machine, then an emulated host."""
     rounds = Rounds(env, plan, "faults")
-    numbers = list(range(env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "direct"), 0), plan.direct))
-    if numbers:
+    if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct, "direct"):
         on_this_machine(env, rounds, plan.direct)
-    finished = env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "emulated"), 0)
-    if finished >= plan.emulated:
+    if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
         return
-    with host(env) as emulated, reboot.with_guests(emulated, PARTNERS, SMALL_MIB) as guests:
-        for number in rounds.of("warm", PARTNERS, SMALL_MIB, plan.emulated):
-            fault = random.Random(f"emulated {number}").choice(FAULTS)
+    with host(env) as emulated, reboot.with_guests(emulated, FAULT_VMS, SMALL_MIB) as guests:
+        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
+            fault = random.Random(f"emulated {round_number}").choice(FAULTS)
             part, text = ("suspend", SUSPEND_WITH) if ".suspend." in fault else ("resume", RESUME_WITH)
             emulated.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
-            emulated.write(UNIT.format(part=part), text.format(fault=fault))
+            emulated.write(DROP_IN.format(part=part), text.format(fault=fault))
             emulated.ask("systemctl daemon-reload")
-            reboot_once(env, emulated, guests, "faults", number, "warm", fault)
+            reboot_once(env, emulated, guests, "faults", round_number, "warm", fault)
 
 
-def on_this_machine(env: HostEnvironment, rounds: Rounds, wanted: int) -> None:
-    """Suspends guests of this machine under TCG, ends their QEMUs, and resumes the guests as after a boot."""
+def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
+    """Suspends guests of this machine under TCG, ends their QEMUs, and resumes the guests as after a boot.
+
+    `count`: number of reboots in total. A guest that is lost ends the case, since the next reboot needs it.
+    """
     suspend_dir, config = env.work / "suspended", env.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
     rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config)
-    aside = replace(env, rekindle=rekindle)
-    guests = [env.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, PARTNERS + 1)]
-    with aside.ours(guests[0]), aside.ours(guests[1]):
-        for number in rounds.of("warm", PARTNERS, SMALL_MIB, wanted, "direct"):
+    on_host = replace(env, rekindle=rekindle)
+    guests = [env.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, FAULT_VMS + 1)]
+    with on_host.ours(guests[0]), on_host.ours(guests[1]):
+        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, count, "direct"):
             for guest in guests:
                 guest.command("touch 32M 7")
             boots = {guest.name: guest.command("boot-id") for guest in guests}
-            fault = random.Random(f"direct {number}").choice(FAULTS)
+            fault = random.Random(f"direct {round_number}").choice(FAULTS)
             names = [guest.name for guest in guests]
             note = ""
             try:
-                if not direct.reboot(rekindle, env.netns, suspend_dir, names, fault, f"round{number}"):
+                if not direct.reboot(rekindle, env.netns, suspend_dir, names, fault, f"round{round_number}"):
                     note = "the fault did not happen"
             except RekindleError as error:
                 note = str(error)[:300]
-                env.errors.append(f"faults {number}, {fault}: {note}")
+                env.errors.append(f"faults {round_number}, {fault}: {note}")
             for guest in guests:
-                became = direct.outcome(guest, boots[guest.name])
+                outcome = direct.outcome(guest, boots[guest.name])
                 env.rows.append(
                     Row(
-                        "faults",
-                        "warm",
-                        PARTNERS,
-                        SMALL_MIB,
-                        number,
-                        guest.name,
-                        "direct",
-                        outcome=became,
+                        case="faults",
+                        how="warm",
+                        vms=FAULT_VMS,
+                        memory_mib=SMALL_MIB,
+                        round=round_number,
+                        vm=guest.name,
+                        where="direct",
+                        outcome=outcome,
                         fault=fault,
                         note=note,
                     )
                 )
-                if became == "gone":
+                if outcome == "gone":
                     raise RekindleError(f"{guest.name} is lost after {fault}")
 
 

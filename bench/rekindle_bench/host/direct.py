@@ -14,6 +14,7 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.rekindle import COMMAND_DEADLINE_S, Rekindle, RekindleError
 
 ENDING_S = 30.0
+"""Deadline for killed QEMUs to end."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from rekindle_bench.environment import Environment, Setup
 from rekindle_bench.rows import read_sidecar, write_sidecar
 
 from .plan import Plan
-from .rows import read
+from .rows import HOWS, read
 
 RECORDS = "host-breakdown.json"
 """File of the client's throughput during single reboots, for figure 8."""
 
-Done = dict[tuple[str, str, int, int, str], int]
+FinishedRounds = dict[tuple[str, str, int, int, str], int]
 """Number of reboots that have rows already: by case, way, number of guests, their MiB, and `Row.where`."""
 
 
@@ -24,7 +24,7 @@ class HostEnvironment(Environment):
     """The environment of the host-reboot benchmark: emulated hosts, reboots that are done, and records of reboots."""
 
     plan: Plan
-    done: Done
+    finished: FinishedRounds
     hosts: int = 0
     """Number of emulated hosts so far; names the folder of the next one."""
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -34,8 +34,8 @@ class HostEnvironment(Environment):
         """Returns the ways for which throughput over time is recorded: only with the largest number of guests."""
         if vms != max(self.plan.counts):
             return ()
-        have = {record["how"] for record in self.records}
-        return tuple(how for how in ("warm", "saved", "cold") if how not in have)
+        recorded = {record["how"] for record in self.records}
+        return tuple(how for how in HOWS if how not in recorded)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def environment(setup: Setup) -> Iterator[HostEnvironment]:
     """Sets up the environment. At the end it writes the records of the client's throughput next to the rows."""
     raw = setup.rows.path
     with setup.workspace() as space:
-        env = setup.environment(HostEnvironment, space, plan=setup.plan, done=finished_rounds(raw))
+        env = setup.environment(HostEnvironment, space, plan=setup.plan, finished=finished_rounds(raw))
         if setup.rows.is_continued:
             env.records = read_sidecar(raw, RECORDS, [])
         try:
@@ -52,13 +52,13 @@ def environment(setup: Setup) -> Iterator[HostEnvironment]:
             write_sidecar(raw, RECORDS, env.records)
 
 
-def finished_rounds(raw: Path) -> Done:
+def finished_rounds(raw: Path) -> FinishedRounds:
     """Counts, for each kind of reboot, the reboots that have all their rows in a file."""
     frame = read(raw)
     keys = ["case", "how", "vms", "memory_mib", "where"]
-    whole = frame.groupby([*keys, "round"]).size().reset_index(name="rows")
-    whole = whole[whole["rows"] >= whole["vms"]]
+    complete = frame.groupby([*keys, "round"]).size().reset_index(name="rows")
+    complete = complete[complete["rows"] >= complete["vms"]]
     return {
         (str(case), str(how), int(vms), int(mib), str(where)): int(group["round"].max()) + 1
-        for (case, how, vms, mib, where), group in whole.groupby(keys)
+        for (case, how, vms, mib, where), group in complete.groupby(keys)
     }

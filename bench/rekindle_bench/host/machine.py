@@ -1,4 +1,7 @@
-"""The emulated host of a benchmark: runs commands in it, and observes it from outside, with times."""
+"""The emulated host of a benchmark: runs commands in it, and observes it from outside, with times.
+
+`machine` starts one: a QEMU that runs a whole KVM host (tests/hosts). `Guest` is a guest of that host.
+"""
 
 import contextlib
 import json
@@ -17,11 +20,15 @@ from typing import Any
 from rekindle_lab import netns
 
 MEMORY = "4G"
+"""RAM of the host."""
 RESERVE_MIB = 1536
-"""RAM of the host in MiB: enough for one guest of 1 GiB, or for four small ones."""
-ADDRESS = "10.78.0.2"
+"""The part of it that outlives the host's kernel, for guests: enough for one guest of 1 GiB, or for four small ones."""
 COMMAND_S = 120.0
+"""Deadline of a command in the host."""
 UP_S = 300.0
+"""Deadline for a host or a guest to answer after its start."""
+COMMAND_PORT, ECHO_PORT = 7000, 7
+"""Ports of a guest (tests/images/build, `micro`)."""
 
 
 class MachineError(Exception):
@@ -38,16 +45,18 @@ class HostObservations:
     """Observations of the host in their order, each with the time of this machine's clock."""
 
     console: list[tuple[int, str]] = field(default_factory=list)
+    """Time and text of each console line."""
     resets: list[int] = field(default_factory=list)
+    """Times of resets. All times are microseconds since 1970."""
 
     def last_line(self, pattern: str, since_us: int) -> int | None:
         """Returns the time of the last console line that matches `pattern`, if any."""
-        times = [at for at, line in list(self.console) if at >= since_us and re.search(pattern, line)]
-        return times[-1] if times else None
+        times_us = [at_us for at_us, line in list(self.console) if at_us >= since_us and re.search(pattern, line)]
+        return times_us[-1] if times_us else None
 
     def first_reset(self, since_us: int) -> int | None:
         """Returns the time of the first reset of the host after `since_us`, if any."""
-        return next((at for at in list(self.resets) if at >= since_us), None)
+        return next((at_us for at_us in list(self.resets) if at_us >= since_us), None)
 
 
 class Machine:
@@ -137,8 +146,8 @@ def _watch_console(host: Machine, stopping: threading.Event) -> None:
         while not stopping.wait(0.02):
             if part := file.read():
                 *lines, unfinished = (unfinished + part).split("\n")
-                at = now_us()
-                host.seen.console += [(at, line) for line in lines]
+                read_us = now_us()
+                host.seen.console += [(read_us, line) for line in lines]
 
 
 def _watch_events(host: Machine, stopping: threading.Event) -> None:
@@ -172,7 +181,9 @@ class Guest:
     address: str
     memory_mib: int
     boot_id: str = ""
+    """Boot ID when its memory was last filled: another one shows that the guest has booted."""
     session: socket.socket | None = None
+    """A connection to its echo port, open during reboots."""
 
     def definition(self) -> str:
         """Returns the guest's VM definition."""
@@ -201,7 +212,7 @@ class Guest:
 
     def ask(self, line: str, timeout: float) -> str:
         """Sends a command to the guest and returns the reply; waits at most `timeout` seconds."""
-        with netns.connect(self.host.netns, self.address, 7000, timeout) as connection:
+        with netns.connect(self.host.netns, self.address, COMMAND_PORT, timeout) as connection:
             connection.settimeout(timeout)
             connection.sendall(line.encode() + b"\n")
             with connection.makefile() as answer:
@@ -218,7 +229,7 @@ class Guest:
             raise MachineError(f"{self.name}: touch: {answer}")
         self.boot_id = self.wait_ready()
         self.end_session()
-        self.session = netns.connect(self.host.netns, self.address, 7, 30.0)
+        self.session = netns.connect(self.host.netns, self.address, ECHO_PORT, 30.0)
         if not self.echoes(b"before"):
             raise MachineError(f"{self.name}: no echo")
 
@@ -229,12 +240,12 @@ class Guest:
         try:
             self.session.settimeout(120.0)
             self.session.sendall(text)
-            back = b""
-            while len(back) < len(text) and (part := self.session.recv(64)):
-                back += part
+            echoed = b""
+            while len(echoed) < len(text) and (part := self.session.recv(64)):
+                echoed += part
         except OSError:
             return False
-        return back == text
+        return echoed == text
 
     def end_session(self) -> None:
         """Closes the connection."""
@@ -255,6 +266,7 @@ class Guest:
 
 
 def _within(deadline_s: float, name: str, ask: Callable[[], str]) -> str:
+    """Asks until the answer is `ok ...`, and returns that answer."""
     end = time.monotonic() + deadline_s
     while True:
         try:

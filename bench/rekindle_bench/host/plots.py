@@ -39,19 +39,20 @@ COLOURS = {
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
-    all_of = reboots(frame[frame["where"] == "emulated"])
+    by_reboot = reboots(frame[frame["where"] == "emulated"])
     names: list[str] = []
     for case, x, label, number in (
         ("sizes", "memory_mib", "RAM of the guest", 5),
         ("counts", "vms", "number of guests", 6),
     ):
-        chosen = all_of[all_of["case"] == case]
-        if len(chosen):
+        of_case = by_reboot[by_reboot["case"] == case]
+        if len(of_case):
             path = folder / f"host-figure{number}.png"
-            ticks = {int(at): size(int(at)) if x == "memory_mib" else str(int(at)) for at in sorted(chosen[x].unique())}
-            tasks(chosen, x, label, ticks, path, f"Suspend and resume of all guests (the paper's figure {number})")
+            values = sorted(int(value) for value in of_case[x].unique())
+            ticks = {value: size(value) if x == "memory_mib" else str(value) for value in values}
+            tasks(of_case, x, label, ticks, path, f"Suspend and resume of all guests (the paper's figure {number})")
             names.append(path.name)
-    counts = all_of[all_of["case"] == "counts"]
+    counts = by_reboot[by_reboot["case"] == "counts"]
     if len(counts):
         figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
         values = lines(axes, counts, "vms", "downtime_s")
@@ -80,16 +81,17 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
     """Draws a line through the medians of each way, with a bar up to the 95th percentile. Returns the values drawn."""
     drawn: list[float] = []
     for how in HOWS:
-        chosen = frame[(frame["how"] == how) & frame[column].notna()]
-        points = [(float(str(key)), [float(v) for v in group[column]]) for key, group in chosen.groupby(x, sort=True)]
-        if not points:
+        rows = frame[(frame["how"] == how) & frame[column].notna()]
+        samples = {float(str(position)): list(group[column]) for position, group in rows.groupby(x, sort=True)}
+        if not samples:
             continue
-        middle, top = [median(values) for _, values in points], [p95(values) for _, values in points]
-        drawn += top
+        medians = [median(values) for values in samples.values()]
+        tops = [p95(values) for values in samples.values()]
+        drawn += tops
         axes.errorbar(
-            [positions for positions, _ in points],
-            middle,
-            yerr=[[0.0] * len(points), [max(0.0, t - m) for t, m in zip(top, middle, strict=True)]],
+            list(samples),
+            medians,
+            yerr=[[0.0] * len(samples), [max(0.0, top - middle) for top, middle in zip(tops, medians, strict=True)]],
             label=how,
             color=style.COLOURS[how],
             marker=style.MARKERS[how],

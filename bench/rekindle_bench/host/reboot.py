@@ -15,9 +15,12 @@ from .rows import Row
 EVERY = "20ms"
 """Interval at which the client opens a connection: bounds the error of the time at which a guest returns."""
 SETTLED_S = 1.0
+"""Seconds for which the client uses the guests after the reboot."""
 REBOOT_S = 480.0
-DONE = ("resumed with its memory", "after it was shut down", "booted from its disks", "not resumed")
-SAVED = r"suspended, its RAM|: shut down"
+"""Deadline for the new kernel to report the outcome of each guest."""
+OUTCOME_LINES = ("resumed with its memory", "after it was shut down", "booted from its disks", "not resumed")
+"""Words of the console lines in which the host reports the outcome of a guest."""
+SAVED_LINE = r"suspended, its RAM|: shut down"
 
 
 @dataclass
@@ -26,12 +29,15 @@ class Rebooted:
 
     how: str
     command_us: int
+    """When the command to reboot was started."""
     kernel_us: int = 0
+    """When the new kernel began."""
     stages: dict[str, int] = field(default_factory=dict)
     """Values for fields of `Row` that all guests share."""
     steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Reports of the clients, by name of the VM."""
+    """Steps of suspend and resume from Rekindle's timeline, by name of the VM."""
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Reports of the clients, by name of the VM."""
     token: bool = False
     """Whether the new kernel was entered by kexec."""
 
@@ -65,7 +71,12 @@ def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str,
 def wait_done(host: Machine, since_us: int, guests: int) -> None:
     """Waits until the new kernel has reported the outcome of each guest."""
     end = time.monotonic() + REBOOT_S
-    while sum(at >= since_us and any(word in line for word in DONE) for at, line in list(host.seen.console)) < guests:
+
+    def reported() -> int:
+        lines = [line for at_us, line in list(host.seen.console) if at_us >= since_us]
+        return sum(any(words in line for words in OUTCOME_LINES) for line in lines)
+
+    while reported() < guests:
         if time.monotonic() > end:
             raise MachineError(f"no outcome of all its guests within {REBOOT_S:g} s: {host.console()[-1500:]}")
         time.sleep(0.1)
@@ -93,7 +104,7 @@ def read_records(host: Machine, rebooted: Rebooted, names: Sequence[str]) -> Non
         list(rebooted.steps.values()),
         command=rebooted.command_us,
         silent=_first_silence(rebooted),
-        saved=host.seen.last_line(SAVED, rebooted.command_us),
+        saved=host.seen.last_line(SAVED_LINE, rebooted.command_us),
         reset=host.seen.first_reset(rebooted.command_us),
         kernel=rebooted.kernel_us,
         userspace_us=int(userspace),
@@ -132,21 +143,26 @@ def stages(
     Times are by this machine's clock except `userspace_us`, which counts from the start of the kernel, as the monotonic
     times of the resume's steps do.
     """
+
+    def end_ns(step: dict[str, Any]) -> int:
+        return step["start_mono_ns"] + step["us"] * 1000
+
     durations_us: dict[str, int] = {"kernel_us": userspace_us}
-    suspends = [s for steps in all_steps for s in steps if s["operation"].startswith("host suspend")]
-    resumes = [s for steps in all_steps for s in steps if s["operation"] == "host resume"]
-    stopped = [s for s in suspends if s["phase"] == "suspend"]
-    if stopped:
-        first = min(s["start_mono_ns"] for s in stopped)
-        durations_us["suspend_us"] = (max(s["start_mono_ns"] + s["us"] * 1000 for s in stopped) - first) // 1000
-    if ahead := [s["us"] for s in suspends if s["phase"] == "prepare"]:
-        durations_us["ahead_us"] = sum(ahead)
-    ready = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["step"] == "wait for its bridges"]
-    runs = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["phase"] == "resume"]
-    if ready:
-        durations_us["userspace_us"] = max(ready) // 1000 - userspace_us
-    if ready and runs:
-        durations_us["resume_us"] = (max(runs) - max(ready)) // 1000
+    steps = [step for of_guest in all_steps for step in of_guest]
+    suspends = [step for step in steps if step["operation"].startswith("host suspend")]
+    resumes = [step for step in steps if step["operation"] == "host resume"]
+    if stops := [step for step in suspends if step["phase"] == "suspend"]:
+        first_ns = min(step["start_mono_ns"] for step in stops)
+        durations_us["suspend_us"] = (max(map(end_ns, stops)) - first_ns) // 1000
+    if ahead_us := [step["us"] for step in suspends if step["phase"] == "prepare"]:
+        durations_us["ahead_us"] = sum(ahead_us)
+    # From the last guest's bridges on, the host provides all that guests need.
+    ready_ns = max((end_ns(step) for step in resumes if step["step"] == "wait for its bridges"), default=None)
+    runs_ns = max((end_ns(step) for step in resumes if step["phase"] == "resume"), default=None)
+    if ready_ns is not None:
+        durations_us["userspace_us"] = ready_ns // 1000 - userspace_us
+        if runs_ns is not None:
+            durations_us["resume_us"] = (runs_ns - ready_ns) // 1000
     if silent is not None:
         durations_us["services_us"] = silent - command
     if saved is not None:
@@ -158,13 +174,13 @@ def stages(
 
 def rows(
     case: str,
-    number: int,
+    round_number: int,
     guests: Sequence[Guest],
     rebooted: Rebooted,
     outcomes: dict[str, str],
     sessions: dict[str, bool],
 ) -> Iterator[Row]:
-    """Returns a row for each guest."""
+    """Yields a row for each guest. `outcomes`: see `Row.outcome`; `sessions`: whether each still echoes; by guest."""
     for guest in guests:
         start, end, length = gap_around(rebooted.probes[guest.name], None, None)
         row = Row(
@@ -172,7 +188,7 @@ def rows(
             how=rebooted.how,
             vms=len(guests),
             memory_mib=guest.memory_mib,
-            round=number,
+            round=round_number,
             vm=guest.name,
             gap_us=length,
             gap_start_host_us=start or None,

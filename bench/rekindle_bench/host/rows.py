@@ -9,10 +9,12 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 HOWS = ("warm", "saved", "cold")
+"""The ways to reboot a host. `warm`: guests' RAM stays in place over kexec. `saved`: RAM to disk and back. `cold`:
+guests are shut down and booted."""
 Outcome = Literal["kept", "booted", "gone"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """The outcome of one reboot of the host for one guest.
 
@@ -23,7 +25,9 @@ class Row:
     case: str
     """`sizes`, `counts`, `losses`, `faults`."""
     how: str
+    """A member of `HOWS`."""
     vms: int
+    """Number of guests on the host."""
     memory_mib: int
     round: int
     """Rows of one case, way, number and size with the same round belong to one reboot."""
@@ -37,6 +41,7 @@ class Row:
     outcome: str = ""
     """`kept`: the guest continues with its memory; `booted`: it has booted; `gone`: neither within the deadline."""
     wanted: str = "kept"
+    """The outcome that `how` should have."""
     sessions: int | None = None
     """Number of TCP connections that were open before the reboot; `sessions_lost` of them were lost."""
     sessions_lost: int | None = None
@@ -56,6 +61,7 @@ class Row:
     firmware_us: int | None = None
     """From the reset until the kernel begins; `None` if kexec enters the kernel."""
     kernel_us: int | None = None
+    """From the start of the kernel to that of user space."""
     userspace_us: int | None = None
     """From the start of user space until guests' RAM, KVM and bridges are available."""
     steps: list[dict[str, Any]] = field(default_factory=list)

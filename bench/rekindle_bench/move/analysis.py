@@ -1,15 +1,18 @@
-"""Computes the figures of moves between hosts from raw rows alone, so that a file can be analysed again."""
+"""Computes the figure and tables of moves between hosts from raw rows alone, so that a file can be analysed again.
+
+A `frame` has a row for each move; `rows.Row` documents its columns, `rows.HOWS` the ways to move (column `how`).
+"""
 
 import json
 from collections.abc import Callable
 
 import pandas as pd
 
-from rekindle_bench.report import Bar, Findings
-from rekindle_bench.rows import milliseconds, pick
+from rekindle_bench.report import Bar, Findings, Sample
+from rekindle_bench.rows import matching, median_or_none, milliseconds, pick, seconds
 from rekindle_lab.guests import size
 from rekindle_lab.peers.migrate import LIVE
-from rekindle_lab.stats import compare, median, p95
+from rekindle_lab.stats import median, p95
 
 from .rows import STORES, THERE
 
@@ -18,54 +21,57 @@ LOAD = "dirty 20"
 """The load for which the figure is computed: an idle guest has next to nothing to send in a pause."""
 
 
-def stopped(frame: pd.DataFrame, **where: float | str) -> list[float]:
+def stopped_ms(frame: pd.DataFrame, **where: float | str) -> list[float]:
     """Returns guest-stopped times in ms."""
     return milliseconds(pick(frame, "stopped_us", **where))
 
 
 def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
     """Returns the live migration with the shortest median guest-stopped time, among those that always converge."""
-    rows = frame[(frame["load"] == load) & (frame["memory_mib"] == mib)]
-    medians = {}
+    medians_us = {}
     for how in LIVE:
-        turns = rows[rows["how"] == how]
-        if len(turns) and turns["stopped_us"].notna().all():
-            medians[how] = median(list(turns["stopped_us"]))
-    return min(medians, key=medians.__getitem__, default=None)
+        stopped_us = matching(frame, load=load, memory_mib=mib, how=how)["stopped_us"]
+        if len(stopped_us) and stopped_us.notna().all():
+            medians_us[how] = median(list(stopped_us))
+    return min(medians_us, key=medians_us.__getitem__, default=None)
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figure with its bar, against QEMU's best way. `raw`: name of the file of rows."""
     findings = Findings(raw)
-    extra = {}
-    for load, name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
-        for mib in sorted(set(frame["memory_mib"])):
-            size_text = size(int(mib)).lower()
-            ours = stopped(frame, how="move", load=load, memory_mib=mib)
-            if (best := best_live(frame, load, mib)) is not None and ours:
-                extra[f"{name}_{size_text}"] = compare(ours, stopped(frame, how=best, load=load, memory_mib=mib)).ratio
-            for how in LIVE:
-                theirs = stopped(frame, how=how, load=load, memory_mib=mib)
-                if ours and theirs:
-                    extra[f"{name}_{size_text}_{how}"] = compare(ours, theirs).ratio
-            local = stopped(frame, how="move-local", load=load, memory_mib=mib)
-            if local and ours:
-                extra[f"{name}_{size_text}_tls_to_local"] = compare(ours, local).ratio
     best = best_live(frame, LOAD, SMALL_MIB) or "live"
-    findings.ratio(
+    ours_is = f"rekindle move over TLS, {size(SMALL_MIB)}, {LOAD} MB/s"
+    peer_is = f"QEMU's live migration of the same, downtime limit {LIVE[best]} ms"
+    small = matching(frame, load=LOAD, memory_mib=SMALL_MIB)
+    findings.add_ratio(
         "move_stopped_vs_live",
         Bar(1.0),
-        stopped(frame, how="move", load=LOAD, memory_mib=SMALL_MIB),
-        stopped(frame, how=best, load=LOAD, memory_mib=SMALL_MIB),
-        f"rekindle move over TLS, {size(SMALL_MIB)}, {LOAD} MB/s",
-        f"QEMU's live migration of the same, downtime limit {LIVE[best]} ms",
-        extra=extra,
+        ours=Sample(ours_is, stopped_ms(small, how="move")),
+        peer=Sample(peer_is, stopped_ms(small, how=best)),
+        extra=_all_ratios(frame),
     )
-    for (mib, load, how), group in frame[frame["how"].isin(LIVE)].groupby(["memory_mib", "load", "how"], sort=True):
-        failed = int(group["stopped_us"].isna().sum())
-        if failed:
-            findings.absent.append(f"{how}, {size(int(mib))}, {load}: {failed} of {len(group)} did not converge")
+    migrations = frame[frame["how"].isin(LIVE)]
+    for (mib, load, how), group in migrations.groupby(["memory_mib", "load", "how"], sort=True):
+        not_converged = int(group["stopped_us"].isna().sum())
+        if not_converged:
+            findings.absent.append(f"{how}, {size(int(mib))}, {load}: {not_converged} of {len(group)} did not converge")
     return findings
+
+
+def _all_ratios(frame: pd.DataFrame) -> dict[str, float]:
+    """Compares the guest-stopped time of `move` with each live migration and with `move-local`, by load and size."""
+    ratios = {}
+    for load, load_name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
+        for mib in sorted(set(frame["memory_mib"])):
+            name = f"{load_name}_{size(int(mib)).lower()}"
+            rows = matching(frame, load=load, memory_mib=mib)
+            ours = stopped_ms(rows, how="move")
+            peers = {f"{name}_{how}": stopped_ms(rows, how=how) for how in LIVE}
+            peers[f"{name}_tls_to_local"] = stopped_ms(rows, how="move-local")
+            if (best := best_live(frame, load, mib)) is not None:
+                peers = {name: stopped_ms(rows, how=best), **peers}
+            ratios |= {key: median(ours) / median(theirs) for key, theirs in peers.items() if ours and theirs}
+    return ratios
 
 
 def degraded(group: pd.DataFrame) -> float | None:
@@ -81,24 +87,19 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Lists medians by size, load and way."""
     lines: list[dict[str, object]] = []
     for (mib, load, how), group in frame.groupby(["memory_mib", "load", "how"], sort=True):
-        values = milliseconds(pick(group, "stopped_us"))
-        whole = [value / 1e6 for value in pick(group, "whole_us")]
-        total = [value / 1e6 for value in pick(group, "total_us")]
-        pauses = milliseconds(pick(group, "pauses_us"))
-        if not len(group):
-            continue
+        stopped = stopped_ms(group)
         lines.append(
             {
                 "guest": size(int(mib)),
                 "load": load,
                 "how": how,
-                "n": len(values),
+                "n": len(stopped),
                 "not converged": int(group["stopped_us"].isna().sum()) if how in LIVE else None,
-                "stopped ms": median(values) if values else None,
-                "p95": p95(values) if values else None,
-                "paused before ms": median(pauses) if pauses else None,
-                "runs there after s": median(total) if total else None,
-                "whole s": median(whole) if whole else None,
+                "stopped ms": median_or_none(stopped),
+                "p95": p95(stopped) if stopped else None,
+                "paused before ms": median_or_none(milliseconds(pick(group, "pauses_us"))),
+                "runs there after s": median_or_none(seconds(pick(group, "total_us"))),
+                "whole s": median_or_none(seconds(pick(group, "whole_us"))),
                 "degraded": degraded(group),
             }
         )
@@ -107,24 +108,25 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Lists medians of the parts of a move's pause, in ms."""
-    return _parts(frame, lambda name: None if name.startswith(THERE) else f"{name} ms")
+    return _medians_of_steps(frame, lambda step: None if step.startswith(THERE) else f"{step} ms")
 
 
 def there(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Lists medians of the steps on the destination host, in ms."""
-    return _parts(frame, lambda name: f"{name.removeprefix(THERE)} ms" if name.startswith(THERE) else None)
+    return _medians_of_steps(frame, lambda step: f"{step.removeprefix(THERE)} ms" if step.startswith(THERE) else None)
 
 
-def _parts(frame: pd.DataFrame, column: Callable[[str], str | None]) -> list[dict[str, object]]:
+def _medians_of_steps(frame: pd.DataFrame, column_of: Callable[[str], str | None]) -> list[dict[str, object]]:
+    """Lists medians of Rekindle's steps. `column_of`: returns the column of a step; `None`: not in the table."""
     lines: list[dict[str, object]] = []
     moves = frame[frame["how"].isin(STORES)]
     for (mib, load, how), group in moves.groupby(["memory_mib", "load", "how"], sort=True):
-        parts: dict[str, list[float]] = {}
+        durations_ms: dict[str, list[float]] = {}
         for text in group["steps"].dropna():
             for step in json.loads(text):
-                if (name := column(step["step"])) is not None:
-                    parts.setdefault(name, []).append(step["us"] / 1e3)
-        if parts:
-            values = {name: median(value) for name, value in parts.items()}
-            lines.append({"guest": size(int(mib)), "load": load, "how": how, "n": len(group), **values})
+                if (column := column_of(step["step"])) is not None:
+                    durations_ms.setdefault(column, []).append(step["us"] / 1e3)
+        if durations_ms:
+            medians = {column: median(values) for column, values in durations_ms.items()}
+            lines.append({"guest": size(int(mib)), "load": load, "how": how, "n": len(group), **medians})
     return lines

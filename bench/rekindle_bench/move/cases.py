@@ -1,4 +1,4 @@
-"""The case: a guest is booted on the source host and moved in each way in turn. Each move appends a row.
+"""The only case: a guest is booted on the source host and moved in each way in turn. Each move appends a row.
 
 Two run directories and two network namespaces of one machine serve as the two hosts. Every way uses the machine's
 loopback as its link: `ssh` is a script that starts the destination's Rekindle, QEMU's migration uses TCP, and
@@ -25,19 +25,26 @@ from .plan import Plan
 from .rows import HOWS, STORES, THERE, Row
 
 IMAGE = "micro"
-QUIET_S = 2.0
+INDEX = 21
+"""Network of the guest: `Guest.index`."""
+WRITTEN_MB = 64
+"""Size of the area that the guest writes under load."""
+BEFORE_S = 2.0
 """Time in s for which a client uses the guest's service before the move."""
 FILL_DEADLINE_S = 300.0
+"""Deadline in s for all memory to arrive in the destination after a move."""
 
 
 @dataclass(frozen=True)
 class DestinationHost:
-    """The destination host."""
+    """The destination host: another run directory and network namespace."""
 
     rekindle: Rekindle
     netns: str
     ram: Path
+    """Folder of guest RAM."""
     ssh: Path
+    """A script in place of ssh, which runs its command with the destination's run directory."""
 
     def guest_there(self, guest: Guest) -> Guest:
         """Returns the guest as reached on the destination host."""
@@ -54,68 +61,69 @@ def _there(env: ProtectEnvironment) -> Iterator[DestinationHost]:
         ssh = env.work / "ssh"
         ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={destination.run_dir} exec sh -c "$*"\n')
         ssh.chmod(0o755)
-        yield DestinationHost(destination, other_netns, ram, ssh)
+        yield DestinationHost(rekindle=destination, netns=other_netns, ram=ram, ssh=ssh)
 
 
 def moves(env: ProtectEnvironment, plan: Plan) -> None:
     """Moves guests of each size under each load, in each way."""
     with _there(env) as destination:
-        for number in range(plan.rounds):
+        for round_number in range(plan.rounds):
             for mib, touch in plan.sizes.items():
                 for load in plan.loads:
-                    env.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
+                    env.log(f"move: round {round_number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
-                        _move_once(env, destination, mib, touch, load, how, number)
+                        _move_once(env, destination, mib, touch, load, how, round_number)
 
 
 def _move_once(
-    env: ProtectEnvironment, destination: DestinationHost, mib: int, touch: str, load: int, how: str, number: int
+    env: ProtectEnvironment, destination: DestinationHost, mib: int, touch: str, load: int, how: str, round_number: int
 ) -> None:
+    """Boots a guest, moves it, and appends the row. `touch`: memory that the guest fills; `load`: MB/s it writes."""
     env.need(memory_mib=2 * mib, disk_mib=2 * mib)
-    guest = env.guest("goes", IMAGE, mib, 21, touch)
-    row = Row("moves", mib, f"dirty {load}" if load else "idle", how, STORES.get(how, ""), number)
+    guest = env.guest("goes", IMAGE, mib, INDEX, touch)
+    row = Row(
+        case="moves",
+        memory_mib=mib,
+        load=f"dirty {load}" if load else "idle",
+        how=how,
+        store=STORES.get(how, ""),
+        round=round_number,
+    )
     with env.ours(guest), ExitStack() as stack:
         if load:
-            guest.command(f"dirty {load} 64 random")
-        began: list[float] = []
-        with env.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
-            began.append(time.time())
+            guest.command(f"dirty {load} {WRITTEN_MB} random")
+        with env.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=BEFORE_S) as probes:
+            began_s = time.time()
             if how in STORES:
                 store = env.store(STORES[how]).fresh("goes")
                 stack.callback(store.remove)
                 stack.callback(lambda: destination.rekindle.call("stop", guest.name, "--now", ok=range(256)))
-                stop = _ours(env, destination, guest, store, row)
+                stopped_s = _move_by_rekindle(env, destination, guest, store, row)
             else:
-                stop = _qemu(env, destination, guest, how, row)
-        if stop is not None:
-            _service(probes[0], began[0], stop, row)
+                stopped_s = _migrate_by_qemu(env, destination, guest, how, row)
+        if stopped_s is not None:
+            _fill_service_rates(row, probes[0], began_s, stopped_s)
         env.rows.append(row)
 
 
-def _ours(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
-    """Runs `rekindle move`; returns when the guest was stopped, in s since 1970."""
+def _move_by_rekindle(
+    env: ProtectEnvironment, destination: DestinationHost, guest: Guest, store: Store, row: Row
+) -> float:
+    """Runs `rekindle move` and fills the row; returns when the guest was stopped, in s since 1970."""
     definition = env.work / "goes-there.toml"
     definition.write_text(destination.guest_there(guest).definition(env.qemu))
-    reach = ("--to", "there", "--ssh", str(destination.ssh), "--rekindle", str(destination.rekindle.binary))
+    options = ["--to", "there", "--ssh", str(destination.ssh), "--rekindle", str(destination.rekindle.binary)]
+    options += ["--store", store.url, *store.options, "--create-store", "--definition", str(definition)]
     started = time.time()
-    moved = env.rekindle.call(
-        "move",
-        guest.name,
-        *reach,
-        "--store",
-        store.url,
-        *store.options,
-        "--create-store",
-        "--definition",
-        str(definition),
-    )
+    moved = env.rekindle.call("move", guest.name, *options)
     row.stopped_us, row.total_us = moved["stopped_us"], moved["us"]
-    row.pauses_us = sum(one["stopped_us"] for one in moved["rounds"])
+    row.pauses_us = sum(checkpoint["stopped_us"] for checkpoint in moved["rounds"])
     row.rounds, row.last_bytes = len(moved["rounds"]), moved["last_bytes"]
     row.steps = [{"step": name, "us": us} for name, us in moved["pause"].items()]
     timeline = (destination.rekindle.run_dir / guest.name / "timeline.jsonl").read_text().splitlines()
-    restored = [one for one in map(json.loads, timeline) if one["operation"] == "restore" and one["phase"] != "settle"]
-    row.steps += [{"step": THERE + one["step"], "us": one["us"]} for one in restored]
+    for step in map(json.loads, timeline):
+        if step["operation"] == "restore" and step["phase"] != "settle":
+            row.steps.append({"step": THERE + step["step"], "us": step["us"]})
     fill = destination.rekindle.run_dir / guest.name / "fill.json"
     deadline = time.monotonic() + FILL_DEADLINE_S
     while fill.exists():
@@ -127,8 +135,13 @@ def _ours(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, s
     return started + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
-def _qemu(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
-    """Runs QEMU's migration; returns when the guest was stopped, in s since 1970, or `None` if it never was."""
+def _migrate_by_qemu(
+    env: ProtectEnvironment, destination: DestinationHost, guest: Guest, how: str, row: Row
+) -> float | None:
+    """Runs QEMU's migration and fills the row.
+
+    Returns when the guest was stopped, in s since 1970, or `None` if it never was.
+    """
     shown = env.rekindle.show(guest.name)
     tap = Tap(f"rkm{os.getpid() % 100000}", destination.netns, guest.host_address)
     try:
@@ -149,21 +162,23 @@ def _qemu(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, h
     return migrated.stop_host_us / 1e6
 
 
-def _service(probe: Probe, began: float, stop: float, row: Row) -> None:
-    """Records the service's rate before, and from the command until the guest was stopped."""
+def _fill_service_rates(row: Row, probe: Probe, began_s: float, stopped_s: float) -> None:
+    """Records the service's rate before the command, and from the command until the guest was stopped."""
     report = probe.report
-    width = report["interval_ms"] / 1e3
-    begins = report["started_unix_ns"] / 1e9
+    length_s = report["interval_ms"] / 1e3
+    probe_began_s = report["started_unix_ns"] / 1e9
 
-    def rate(first: float, last: float) -> float | None:
-        whole = [
-            one["answered"]
-            for one in report["intervals"]
-            if first <= begins + one["start_ms"] / 1e3 and begins + one["start_ms"] / 1e3 + width <= last
-        ]
-        return sum(whole) / (len(whole) * width) if whole else None
+    def rate(first_s: float, last_s: float) -> float | None:
+        """Returns answers per second over the whole intervals between two times; `None` if there is none."""
+        answered = []
+        for interval in report["intervals"]:
+            start_s = probe_began_s + interval["start_ms"] / 1e3
+            if first_s <= start_s and start_s + length_s <= last_s:
+                answered.append(interval["answered"])
+        return sum(answered) / (len(answered) * length_s) if answered else None
 
-    row.before_per_s, row.during_per_s = rate(begins + width, began), rate(began, stop)
+    # The first interval has the probe's own start.
+    row.before_per_s, row.during_per_s = rate(probe_began_s + length_s, began_s), rate(began_s, stopped_s)
 
 
 CASES: dict[str, Callable[[ProtectEnvironment, Plan], None]] = {"moves": moves}

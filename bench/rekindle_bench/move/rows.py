@@ -18,11 +18,12 @@ THERE = "there: "
 """Prefix of the restore's steps on the destination host."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One move of a guest from one host to another. Times are microseconds; host times are since 1970."""
 
     case: str
+    """`moves`."""
     memory_mib: int
     load: str
     """Load of the guest: `idle`, or `dirty N` (the guest writes N MB of its memory per second)."""
@@ -40,7 +41,9 @@ class Row:
     pauses_us: int | None = None
     """For `move`: total guest-stopped time while the guest still ran in the source."""
     rounds: int | None = None
+    """For `move`: number of checkpoints."""
     last_bytes: int | None = None
+    """For `move`: size of the last one, which the guest is stopped for."""
     converged: int | None = None
     """For a live migration: 1 if it completed, else 0."""
     before_per_s: float | None = None

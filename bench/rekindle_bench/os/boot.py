@@ -16,8 +16,10 @@ from pathlib import Path
 from rekindle_lab.guests import Guest
 
 POLL_S = 0.002
+"""Seconds between two reads of the firmware's output: the error of the loader's start."""
 STARTS_LOADER = b"Booting from"
-ASKED = 7
+UPTIME_QUERIES = 7
+"""Number of times that the guest's uptime is queried; the fastest answer has the smallest error."""
 
 
 class Firmware:
@@ -29,11 +31,11 @@ class Firmware:
     def __init__(self, path: Path) -> None:
         self.host_us: int | None = None
         self._path = path
-        self._over = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        while not self._over.wait(POLL_S):
+        while not self._stopping.wait(POLL_S):
             try:
                 output = self._path.read_bytes()
             except FileNotFoundError:
@@ -50,7 +52,7 @@ class Firmware:
 
     def __exit__(self, *_: object) -> None:
         """Ends the wait."""
-        self._over.set()
+        self._stopping.set()
         self._thread.join()
 
 
@@ -59,18 +61,20 @@ class Clock:
     """When a guest's kernel began, by the host's clock, and the uncertainty of that time."""
 
     host_us: int
+    """Microseconds since 1970."""
     within_us: int
+    """The actual time differs from `host_us` by at most this many microseconds."""
 
 
 def kernel_began(guest: Guest) -> Clock:
     """Computes the start of a guest's kernel from the uptime that the guest reports."""
-    times = []
-    for _ in range(ASKED):
+    estimates = []
+    for _ in range(UPTIME_QUERIES):
         before = time.time_ns() // 1000
-        seconds = float(guest.command("uptime").split()[1])
+        uptime_s = float(guest.command("uptime").split()[1])
         after = time.time_ns() // 1000
-        times.append(Clock((before + after) // 2 - round(seconds * 1e6), (after - before) // 2))
-    return min(times, key=lambda clock: clock.within_us)
+        estimates.append(Clock((before + after) // 2 - round(uptime_s * 1e6), (after - before) // 2))
+    return min(estimates, key=lambda clock: clock.within_us)
 
 
 def user_space_after_us(output: str) -> int:

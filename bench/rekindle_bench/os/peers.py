@@ -18,12 +18,14 @@ For Rekindle the time is also given without the previous guest's end. `incoming`
 and lose later writes; `phase` does not.
 """
 
+import itertools
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rekindle_bench.case import NotPlannedError
@@ -39,10 +41,17 @@ from .rebooted_guests import SETTLE_S, OsEnvironment
 from .rows import PEERS, Row
 
 INDEX = 50
+"""First network of the guests of this case: `Guest.index`."""
 DEADLINE_S = 120.0
-TAKEN_OVER = ("-accel", "-cpu", "-smp")
+"""Deadline of one QMP command or event."""
+SAME_OPTIONS = ("-accel", "-cpu", "-smp")
+"""Options of Rekindle's QEMU that a peer's QEMU gets, too."""
 SNAPSHOT = "ready"
+"""Name of the internal snapshot of `loadvm`."""
+SAVED_DISK = ".then"
+"""Suffix of the copy of a disk at the moment of the save."""
 OURS = ("cold", "phase-services")
+"""The ways of Rekindle with which peers are compared."""
 BOOTED = ("qboot", "microvm")
 """Peers that keep no state."""
 
@@ -54,10 +63,12 @@ class Peer:
     env: OsEnvironment
     guest: OsGuest
     how: str
+    """The peer: a member of `PEERS`."""
     like: list[str]
-    """Arguments from Rekindle's command line that the peer uses, too."""
+    """Arguments from Rekindle's command line that the peer uses, too: `SAME_OPTIONS`."""
     tap: netns.Tap
     folder: Path
+    """Folder of the peer's disks, sockets and logs."""
     process: subprocess.Popen[bytes] | None = None
     disks: list[Path] = field(default_factory=list)
 
@@ -138,7 +149,7 @@ class Peer:
             self.process.wait(DEADLINE_S)
             self.process = None
         for disk in self.disks:
-            shutil.copyfile(disk, disk.with_suffix(".then"))
+            shutil.copyfile(disk, disk.with_suffix(SAVED_DISK))
 
     def _migrated(self, qmp: Qmp) -> None:
         while (status := qmp.wait_event("MIGRATION", DEADLINE_S).data["status"]) != "completed":
@@ -150,7 +161,7 @@ class Peer:
         self.end()
         if self.how == "incoming":
             for disk in self.disks:
-                shutil.copyfile(disk.with_suffix(".then"), disk)
+                shutil.copyfile(disk.with_suffix(SAVED_DISK), disk)
         row.ended_host_us = time.time_ns() // 1000
         if self.how in BOOTED:
             self.start()
@@ -167,7 +178,7 @@ class Peer:
 
     def round(self, number: int) -> Row:
         """Restarts the guest with a client at it, and returns the row."""
-        row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
+        row = Row(case="peers", guest=self.guest.kind, memory_mib=self.guest.memory_mib, how=self.how, round=number)
         ask_often(self.guest.netns)
         with PageClient(self.guest.netns, self.guest.address, self.guest.path) as client:
             client.wait(10)
@@ -188,25 +199,25 @@ class Peer:
 
 def has_kvm(env: OsEnvironment, guest: OsGuest) -> bool:
     """Returns whether the guest runs under KVM."""
-    line = env.rekindle.show(guest.name)["command_line"]
-    return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
+    arguments = env.rekindle.show(guest.name)["command_line"]
+    return any(option == "-accel" and value.startswith("kvm") for option, value in itertools.pairwise(arguments))
 
 
 @contextmanager
 def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
     """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if `how` needs a save."""
     env.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
-    line = env.rekindle.show(like.name)["command_line"]
-    taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]
+    arguments = itertools.pairwise(env.rekindle.show(like.name)["command_line"])
+    same = [word for option, value in arguments if option in SAME_OPTIONS for word in (option, value)]
     guest = OsGuest(
         f"{like.kind}-{how}",
-        like.image,
-        like.memory_mib,
-        index,
-        None,
-        env.netns,
-        env.ram_dir,
-        env.disk_dir,
+        image=like.image,
+        memory_mib=like.memory_mib,
+        index=index,
+        touch=None,
+        netns=env.netns,
+        ram_dir=env.ram_dir,
+        disk_dir=env.disk_dir,
         kind=like.kind,
     )
     folder = env.disk_dir / guest.name
@@ -215,16 +226,16 @@ def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Pe
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         tap = netns.Tap(f"rkp{index}x{like.index}", env.netns, guest.host_address)
         stack.callback(tap.close)
-        twin = Peer(env, guest, how, taken, tap, folder)
-        stack.callback(twin.end)
-        twin.make_disks()
-        twin.start()
+        started = Peer(env=env, guest=guest, how=how, like=same, tap=tap, folder=folder)
+        stack.callback(started.end)
+        started.make_disks()
+        started.start()
         guest.wait_ready()
         if how not in BOOTED:
-            twin.save()
-            twin.restart(Row("peers", guest.kind, guest.memory_mib, how, 0))
+            started.save()
+            started.restart(Row(case="peers", guest=guest.kind, memory_mib=guest.memory_mib, how=how, round=0))
             guest.wait_ready()
-        yield twin
+        yield started
 
 
 def peers(env: OsEnvironment, plan: Plan) -> None:
@@ -237,20 +248,19 @@ def peers(env: OsEnvironment, plan: Plan) -> None:
         index = INDEX + (0 if kind == "micro" else 10)
         with ExitStack() as stack:
             plain = stack.enter_context(env.ours(env.os_guest(kind, index, plan.memory_mib)))
-            keeps = stack.enter_context(env.ours(env.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
-            assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
-            env.wait_saved(keeps)
-            ways: dict[str, Callable[[int], Row]] = {}
+            keeps_phases = stack.enter_context(env.ours(env.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
+            env.wait_saved(keeps_phases)
+            restart_in: dict[str, Callable[[int], Row]] = {}  # by way: restarts a guest in a round, and returns the row
             for how in OURS:
-                guest = plain if how == "cold" else keeps
-                ways[how] = lambda number, guest=guest, how=how: env.reboot(guest, how, number, "peers")
-            for at, how in enumerate(PEERS):
+                guest = plain if how == "cold" else keeps_phases
+                restart_in[how] = partial(env.reboot, guest, how, case="peers")
+            for peer_index, how in enumerate(PEERS, start=index + 2):
                 if how == "microvm" and not has_kvm(env, plain):
                     env.left_out.append(f"{kind}: peer microvm: without KVM Debian's kernel does not boot in it")
                     continue
-                ways[how] = stack.enter_context(peer(env, plain, how, index + 2 + at)).round
-            for number in range(rounds):
-                for how, restart in ways.items():
-                    row = restart(number)
+                restart_in[how] = stack.enter_context(peer(env, plain, how, peer_index)).round
+            for round_number in range(rounds):
+                for how, restart in restart_in.items():
+                    row = restart(round_number)
                     env.rows.append(row)
-                    env.log(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")
+                    env.log(f"peers: {kind}: {round_number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")

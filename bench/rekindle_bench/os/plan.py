@@ -15,6 +15,7 @@ LEAKS = {
     "micro": ("cold", "warm-cache", "phase-kernel", "phase-services"),
     "immutable": ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services"),
 }
+"""Ways of each guest in the case `leak`."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ QUICK = Plan(
 def quick(only: Collection[str]) -> Plan:
     """Returns the quick plan, with one repetition of each case that `only` names and the quick plan omits."""
 
-    def once(own: dict[str, int], case: str | None) -> dict[str, int]:
-        wanted = {name for name in own if (case or name) in only}
-        return {name: max(count, 1) if name in wanted else count for name, count in own.items()}
+    def at_least_once(counts: dict[str, int], case: str | None) -> dict[str, int]:
+        """Raises the counts to 1 if `only` names the case. `case`: `None` if each guest is a case of its own."""
+        return {guest: max(count, int((case or guest) in only)) for guest, count in counts.items()}
 
     return replace(
-        QUICK, rounds=once(QUICK.rounds, None), leaks=once(QUICK.leaks, "leak"), peers=once(QUICK.peers, "peers")
+        QUICK,
+        rounds=at_least_once(QUICK.rounds, None),
+        leaks=at_least_once(QUICK.leaks, "leak"),
+        peers=at_least_once(QUICK.peers, "peers"),
     )
 
 

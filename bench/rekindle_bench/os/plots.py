@@ -33,24 +33,22 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         len(guests), 1, figsize=(8.5, 0.8 + 1.9 * len(guests)), squeeze=False, layout="constrained"
     )
     for axes, guest in zip(all_axes[:, 0], guests, strict=True):
-        of = rows[rows["guest"] == guest]
-        ways = [how for how in WAYS if how in set(of["how"])]
-        for at, how in enumerate(ways):
+        of_guest = rows[rows["guest"] == guest]
+        ways = [how for how in WAYS if how in set(of_guest["how"])]
+        for position, how in enumerate(ways):
             stage_start = 0.0
-            known = stages_of(of[of["how"] == how], how)
+            medians_s = stages_of(of_guest[of_guest["how"] == how], how)
             for name in (JUMP, *STAGES, REST):
-                if name in known:
-                    axes.barh(at, known[name], left=stage_start, color=COLOURS[name], label=name, height=0.7)
-                    stage_start += known[name]
+                if name in medians_s:
+                    axes.barh(position, medians_s[name], left=stage_start, color=COLOURS[name], label=name, height=0.7)
+                    stage_start += medians_s[name]
         axes.set_yticks(range(len(ways)), ways)
         axes.invert_yaxis()
         axes.grid(visible=True, axis="x")
         axes.grid(visible=False, axis="y")
         axes.set_title(guest)
     all_axes[-1, 0].set_xlabel("s without an answer (medians of the stages)")
-    handles = {label: h for axes in all_axes[:, 0] for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    ordered = [name for name in (JUMP, *STAGES, REST) if name in handles]
-    figure.legend([handles[name] for name in ordered], ordered, loc="outside lower center", ncols=4)
+    style.shared_legend(figure, all_axes.flat, order=(JUMP, *STAGES, REST), ncols=4)
     figure.suptitle("Rebooting a guest's system, by stages", x=0.01, ha="left", fontweight="bold")
     style.save(figure, folder / "os-stages.png")
     return ["os-stages.png"]

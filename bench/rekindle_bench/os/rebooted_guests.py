@@ -1,4 +1,7 @@
-"""Guests of the OS-reboot benchmark, each rebooted with a client at it."""
+"""Guests of the OS-reboot benchmark, each rebooted while a client requests a page from it all the time.
+
+`OsEnvironment.reboot` makes one reboot and returns its row.
+"""
 
 import json
 import time
@@ -21,7 +24,8 @@ from .rows import FROZEN, Row
 IMAGE = "micro"
 SAMPLE_S = 1.0
 """Seconds between two samples of a guest that does not answer."""
-CONSOLE = 600
+CONSOLE_CHARACTERS = 600
+"""Length of the end of a console log in an error."""
 SETTLE_S = 1.0
 """Seconds for which a client uses an undisturbed guest before and after a reboot."""
 
@@ -38,13 +42,13 @@ class OsEnvironment(Environment):
         name = f"{kind}{index}"
         return OsGuest(
             name,
-            image or self.image(kind),
-            memory_mib,
-            index,
-            None,
-            self.netns,
-            self.ram_dir,
-            self.disk_dir,
+            image=image or self.image(kind),
+            memory_mib=memory_mib,
+            index=index,
+            touch=None,
+            netns=self.netns,
+            ram_dir=self.ram_dir,
+            disk_dir=self.disk_dir,
             kind=kind,
             phases=phases,
             firmware=None if phases else self.work / f"{name}.firmware",
@@ -63,27 +67,23 @@ class OsEnvironment(Environment):
         """Waits until each phase has a usable candidate."""
         wait_saved(self.rekindle, guest)
 
-    def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
-        """Runs the command; returns its start (us since 1970), its output, and its duration (us)."""
-        began_us, began = time.time_ns() // 1000, time.monotonic()
-        result = self.rekindle.call("reboot", "os", guest.name, *words)
-        return began_us, result, int((time.monotonic() - began) * 1e6)
-
-    def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
+    def reboot(self, guest: OsGuest, how: str, round_number: int, case: str = "reboot") -> Row:
         """Reboots a guest in one way with a client at it. Returns the row once the guest answers again."""
         words = ["--how", how]
         if phase := phase_of(how):
             words = ["--how", "phase", "--candidate", phase]
         if how.endswith(FROZEN):
             words += ["--end", "freeze"]
-        row = Row(case, guest.kind, guest.memory_mib, how, number)
-        booted = how in ("cold", "warm-cache")
+        row = Row(case=case, guest=guest.kind, memory_mib=guest.memory_mib, how=how, round=round_number)
+        boots_from_start = how in ("cold", "warm-cache")
         ask_often(guest.netns)
         with PageClient(guest.netns, guest.address, guest.path) as client, ExitStack() as stack:
             client.wait(10)
             time.sleep(SETTLE_S)
-            firmware = stack.enter_context(Firmware(guest.firmware)) if booted and guest.firmware else None
-            began_us, result, row.command_us = self._command(guest, *words)
+            firmware = stack.enter_context(Firmware(guest.firmware)) if boots_from_start and guest.firmware else None
+            began_us, began = time.time_ns() // 1000, time.monotonic()
+            result = self.rekindle.call("reboot", "os", guest.name, *words)
+            row.command_us = int((time.monotonic() - began) * 1e6)
             try:
                 client.wait(10, after_host_us=max(began_us, result["resume_host_us"]))
             except RekindleError as error:
@@ -94,7 +94,7 @@ class OsEnvironment(Environment):
         fill(row, result, longest_gap(client.answers, began_us))
         if firmware is not None:
             row.loader_host_us = firmware.host_us
-        if booted or how == "kexec":
+        if boots_from_start or how == "kexec":
             row.kernel_host_us = kernel_began(guest).host_us
             if guest.kind != "micro":
                 timestamp = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
@@ -118,7 +118,7 @@ def describe_hang(rekindle: Rekindle, guest: OsGuest) -> str:
                 time.sleep(SAMPLE_S)
     except (OSError, QmpError, ValueError, KeyError, TypeError) as error:
         return f"its QEMU cannot be queried: {error}"
-    return f"QEMU: {'; '.join(symptoms)}; its console ends: {text[-CONSOLE:]!r}"
+    return f"QEMU: {'; '.join(symptoms)}; its console ends: {text[-CONSOLE_CHARACTERS:]!r}"
 
 
 def phase_of(how: str) -> str:

@@ -11,12 +11,16 @@ from rekindle_bench.rows import read_rows
 FROZEN = "-frozen"
 """Suffix of a way in which the agent freezes the previous guest's file systems, and the guest is powered off."""
 WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services", "phase-services-frozen")
-"""The ways of Rekindle to reboot a guest. The name of a phase includes its candidate."""
+"""The ways of Rekindle to reboot a guest.
+
+`cold`: shut down and boot. `warm-cache`: the same, but the disk server retains the guest's page cache. `kexec`: the
+guest's kernel starts the next one. `phase-kernel`, `phase-services`: from the boot snapshot (*candidate*) of that name.
+"""
 PEERS = ("qboot", "microvm", "incoming", "loadvm")
 """Start by a minimal firmware; start on the machine `microvm`; load of a full save; load of an internal snapshot."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One reboot, or one restart by a peer.
 

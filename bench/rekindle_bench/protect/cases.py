@@ -1,4 +1,9 @@
-"""The cases: each sets up a guest, measures Rekindle and the peers by turns, and appends rows for the analysis."""
+"""The cases of checkpoints, listed in `CASES` at the end.
+
+Each sets up a guest, measures Rekindle and the peers by turns, and appends rows for the analysis. The peers are QEMU's
+own saves of a running guest (`rekindle_lab.peers.snapshot`). A *window* is a piece of work in the guest: it compiles or
+transcodes, with or without checkpoints meanwhile.
+"""
 
 import math
 import os
@@ -10,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from rekindle_bench.environment import MIB
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.peers import snapshot
 from rekindle_lab.protector import ResourceUse, detach, protected
@@ -23,11 +29,14 @@ from .working_guests import ProtectEnvironment, policy, span
 MEMORY_MIB = 512
 """RAM of the paper's guest."""
 PAUSE_EVERY_S = 2.0
+"""Interval between the checkpoints of case `pause`."""
 GAP_S = 1.0
 """Seconds between two saves of a peer, so that the guest writes memory before the next save."""
 COMMIT_BYTES = 46_000_000
 """Table I: size of a checkpoint of the kernel compilation every 10 s."""
+PAGE_BYTES = 4096
 WRONG_EVERY_S = 0.05
+"""Interval between the checkpoints of case `wrong`."""
 
 
 def pause(env: ProtectEnvironment, plan: Plan) -> None:
@@ -37,14 +46,21 @@ def pause(env: ProtectEnvironment, plan: Plan) -> None:
         with env.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
             store = env.store("disk").fresh(guest.name)
             work.loop("compile")
-            for number in range(wanted.rounds):
-                env.log(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
-                _round(env, guest, store, wanted, number)
+            for round_number in range(wanted.rounds):
+                env.log(f"pause: {size(mib)}: round {round_number + 1} of {wanted.rounds}")
+                _round(env, guest, store, wanted, round_number)
             store.remove()
 
 
-def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, number: int) -> None:
-    common = {"case": "pause", "memory_mib": guest.memory_mib, "workload": "compile", "store": "disk", "round": number}
+def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, round_number: int) -> None:
+    """Measures each policy, and after each a peer, so that both are spread over the round."""
+    common = {
+        "case": "pause",
+        "memory_mib": guest.memory_mib,
+        "workload": "compile",
+        "store": "disk",
+        "round": round_number,
+    }
     peers = dict(wanted.saves)
     for how in POLICIES:
         count = ("--count", str(wanted.checkpoints + 1))
@@ -53,17 +69,18 @@ def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, n
             protector.join()
             env.checkpoints(protector, 1, **common, how=how, every_s=PAUSE_EVERY_S)
         if peers:
-            saves = peers.popitem()
-            _peer(env, guest, *saves, common)
-    for how, times in peers.items():
-        _peer(env, guest, how, times, common)
+            peer, saves = peers.popitem()
+            _peer(env, guest, peer, saves, common)
+    for peer, saves in peers.items():
+        _peer(env, guest, peer, saves, common)
 
 
-def _peer(env: ProtectEnvironment, guest: Guest, how: str, times: int, common: dict[str, Any]) -> None:
+def _peer(env: ProtectEnvironment, guest: Guest, how: str, saves: int, common: dict[str, Any]) -> None:
+    """Saves a running guest in a peer's way, and appends the rows. `common`: their other columns."""
     path = env.disk_dir / f"{guest.name}.save"
     try:
         with env.qmp(guest) as qmp:
-            for _ in range(times):
+            for _ in range(saves):
                 time.sleep(GAP_S)  # gives the guest time to write memory
                 saved = snapshot.save(qmp, how, path)
                 env.rows.append(
@@ -92,7 +109,7 @@ def _window(
     how: str,
     **common: Any,  # noqa: ANN401
 ) -> Window:
-    """Runs a workload, protected or (without a store) unprotected, and appends the rows."""
+    """Runs a workload, protected or (without a store) unprotected, and appends the rows. `common`: more columns."""
     used = ResourceUse(0, 0)
     protection = (
         nullcontext(None)
@@ -107,18 +124,18 @@ def _window(
             used = protector.stop()
     kind = store.kind if store else ""
     common |= {"memory_mib": guest.memory_mib, "workload": workload, "store": kind, "how": how, "every_s": every_s}
-    begin, end = window.began * 1e6, window.ended * 1e6
-    within = 0
+    begin_us, end_us = window.began * 1e6, window.ended * 1e6
+    checkpoints = 0
     if protector is not None and store is not None:
-        within = sum(begin <= event["stopped_host_us"] <= end for event in protector.of("checkpoint"))
+        checkpoints = sum(begin_us <= event["stopped_host_us"] <= end_us for event in protector.of("checkpoint"))
         env.checkpoints(protector, 2, **common)
         detach(env.rekindle, guest.name, store, policy(how))
     env.rows.append(
         Row(
             what="window",
             units=window.count,
-            window_us=int(end - begin),
-            checkpoints=within,
+            window_us=int(end_us - begin_us),
+            checkpoints=checkpoints,
             cpu_us=used.cpu_us or None,
             peak_kib=used.peak_kib or None,
             digest=window.digest,
@@ -131,11 +148,11 @@ def _window(
 def intervals(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures table I, figures 2 and 3: size, commit, pause, overhead by interval, workload, policy and store."""
     with env.working("table", MEMORY_MIB, 10) as (guest, work):
-        for number, (kind, workload, how) in enumerate(plan.cells):
+        for round_number, (kind, workload, how) in enumerate(plan.cells):
             if not env.has_store(kind):
                 continue
             store = env.store(kind).fresh(f"table-{workload}-{how}")
-            common = {"case": "intervals", "round": number}
+            common = {"case": "intervals", "round": round_number}
             work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
             _window(env, guest, work, None, plan, workload, None, "none", **common)
             for every_s in plan.intervals_s:
@@ -151,12 +168,12 @@ def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
         for workload, pairs in plan.slowdown.items():
             store = env.store("disk").fresh(f"slowdown-{workload}")
             work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
-            for number in range(pairs):
-                env.log(f"slowdown: {workload}: pair {number + 1} of {pairs}")
+            for round_number in range(pairs):
+                env.log(f"slowdown: {workload}: pair {round_number + 1} of {pairs}")
                 turns = [(None, None, "none"), (store, 2.0, DEFAULT)]
-                for at, every_s, how in turns if number % 2 == 0 else turns[::-1]:
-                    common = {"case": "slowdown", "round": number}
-                    _window(env, guest, work, at, plan, workload, every_s, how, **common)
+                for store_used, every_s, how in turns if round_number % 2 == 0 else turns[::-1]:
+                    common = {"case": "slowdown", "round": round_number}
+                    _window(env, guest, work, store_used, plan, workload, every_s, how, **common)
             store.remove()
 
 
@@ -165,7 +182,7 @@ def rates(env: ProtectEnvironment, plan: Plan) -> None:
     with env.working("rates", MEMORY_MIB, 12) as (guest, _):
         area = max(area for _, area in plan.rates)
         guest.command(f"touch {max(1, int(area))}M")
-        for number, (rate, area) in enumerate(plan.rates):
+        for round_number, (rate, area) in enumerate(plan.rates):
             guest.command(f"dirty {rate:g} {area:g} random" if rate else "dirty 0")
             for how in POLICIES:
                 env.log(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
@@ -182,7 +199,7 @@ def rates(env: ProtectEnvironment, plan: Plan) -> None:
                         workload="dirty" if rate else "idle",
                         store="disk",
                         how=how,
-                        round=number,
+                        round=round_number,
                         every_s=1.0,
                         rate_mb=rate,
                     )
@@ -191,8 +208,8 @@ def rates(env: ProtectEnvironment, plan: Plan) -> None:
 
 def commit(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures a checkpoint of 46 MB of incompressible data, by turns with dd of as many bytes to the same disk."""
-    pages = math.ceil(COMMIT_BYTES / 4096)
-    area_mib = math.ceil(pages * 4096 / (1 << 20))
+    pages = math.ceil(COMMIT_BYTES / PAGE_BYTES)
+    area_mib = math.ceil(pages * PAGE_BYTES / MIB)
     source, target = env.work / "dd.source", env.disk_dir / "dd.target"
     with env.working("commit", MEMORY_MIB, 13) as (guest, _):
         store = env.store("disk").fresh("commit")
@@ -201,8 +218,8 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
         with protected(env.rekindle, guest.name, store, "1h") as protector:
             protector.stop()
         try:
-            for number in range(plan.commit):
-                env.log(f"commit: turn {number + 1} of {plan.commit}")
+            for round_number in range(plan.commit):
+                env.log(f"commit: turn {round_number + 1} of {plan.commit}")
                 _rewrite(guest, area_mib)
                 # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
                 with protected(env.rekindle, guest.name, store, "1h") as protector:
@@ -210,11 +227,11 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
                     protector.stop()
                     if event["full"]:
                         raise RuntimeError("the protector did not continue from the last one's checkpoint")
-                    env.checkpoints(protector, 0, **common, how=DEFAULT, round=number)
+                    env.checkpoints(protector, 0, **common, how=DEFAULT, round=round_number)
                 if not source.exists():
                     source.write_bytes(os.urandom(event["bytes"]))
                 us, length = dd(source, target, event["bytes"])
-                env.rows.append(Row(what="dd", how="dd", round=number, took_us=us, bytes=length, **common))
+                env.rows.append(Row(what="dd", how="dd", round=round_number, took_us=us, bytes=length, **common))
         finally:
             source.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
@@ -224,20 +241,24 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
 def _rewrite(guest: Guest, area_mib: int) -> None:
     """Makes the guest write the whole touched area again."""
 
-    def written() -> int:
+    def written_pages() -> int:
+        """Lets the guest write 400 MB/s, and returns how many pages it has written so far."""
         return int(guest.command("dirty 400").split()[1])
 
-    first = written()
-    end = time.monotonic() + 120.0
-    while written() - first < area_mib * 256:
-        if time.monotonic() > end:
+    first = written_pages()
+    deadline = time.monotonic() + 120.0
+    while written_pages() - first < area_mib * MIB // PAGE_BYTES:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"{guest.name}: has not written {area_mib} MiB within 120 s")
         time.sleep(0.05)
     guest.command("dirty 0")
 
 
 def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
-    """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`; returns microseconds and bytes."""
+    """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`.
+
+    Returns microseconds and bytes as dd reports them.
+    """
     target.unlink(missing_ok=True)
     command = ["dd", f"if={source}", f"of={target}", "bs=1M", f"count={length}", "iflag=count_bytes", "conv=fdatasync"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
@@ -253,7 +274,7 @@ def wrong(env: ProtectEnvironment, plan: Plan) -> None:
         guest.command("touch 64M")
         guest.command("dirty 20 64 random")
         work.loop("compile")
-        for number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
+        for round_number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
             # The default policy takes all of the checkpoints; each of the others takes a tenth.
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
             env.log(f"wrong: {count} checkpoints, {how}")
@@ -270,7 +291,7 @@ def wrong(env: ProtectEnvironment, plan: Plan) -> None:
                         workload="compile",
                         store="disk",
                         how=how,
-                        round=number,
+                        round=round_number,
                         every_s=WRONG_EVERY_S,
                         checkpoints=len(protector.of("checkpoint")),
                         stopped_us=compared["stopped_us"],

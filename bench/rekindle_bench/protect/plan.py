@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from rekindle_lab.guests import size
 
-INTERVALS_S = (10.0, 5.0, 2.0, 1.0, 0.25)
-
 
 @dataclass(frozen=True)
 class Units:
@@ -25,7 +23,9 @@ class Pause:
 
     rounds: int
     checkpoints: int
+    """Checkpoints of each policy in a round."""
     saves: dict[str, int]
+    """Saves in a round, by peer."""
     touch: str | None = None
     """Memory that the guest fills before: a larger guest has more memory in use."""
 
@@ -38,6 +38,7 @@ class Plan:
     pause: dict[int, Pause]
     """Rounds of `pause` by MiB of RAM."""
     intervals_s: tuple[float, ...]
+    """Checkpoint intervals of the case `intervals`."""
     cells: tuple[tuple[str, str, str], ...]
     """(store, workload, policy) of each cell for which every interval is measured."""
     slowdown: dict[str, int]
@@ -45,6 +46,7 @@ class Plan:
     rates: tuple[tuple[float, float], ...]
     """MB/s that the guest writes, and MB of the written area; a rate of 0 is an idle guest."""
     rate_checkpoints: int
+    """Checkpoints at each rate."""
     commit: int
     """Commits of 46 MB, by turns with dd."""
     wrong: int
@@ -54,20 +56,19 @@ class Plan:
 
 
 _SAVES = {"background-snapshot": 4, "mapped-ram": 2, "full": 1}
-_DISK = tuple(
-    ("disk", workload, policy) for workload in ("compile", "transcode") for policy in ("default", "cow", "basic")
-)
-_OTHERS = tuple((store, workload, "default") for store in ("slow", "tls") for workload in ("compile", "transcode"))
+_WORKLOADS = ("compile", "transcode")
+_DISK_CELLS = tuple(("disk", workload, policy) for workload in _WORKLOADS for policy in ("default", "cow", "basic"))
+_OTHER_CELLS = tuple((store, workload, "default") for store in ("slow", "tls") for workload in _WORKLOADS)
 
 FULL = Plan(
     units=Units(),
     pause={
-        512: Pause(4, 4, _SAVES),
-        2048: Pause(4, 4, _SAVES, "1G"),
-        8192: Pause(1, 4, _SAVES, "2G"),
+        512: Pause(rounds=4, checkpoints=4, saves=_SAVES),
+        2048: Pause(rounds=4, checkpoints=4, saves=_SAVES, touch="1G"),
+        8192: Pause(rounds=1, checkpoints=4, saves=_SAVES, touch="2G"),
     },
-    intervals_s=INTERVALS_S,
-    cells=(*_DISK, *_OTHERS),
+    intervals_s=(10.0, 5.0, 2.0, 1.0, 0.25),
+    cells=(*_DISK_CELLS, *_OTHER_CELLS),
     slowdown={"compile": 10, "transcode": 10},
     rates=((0.0, 0.0), (10.0, 128.0), (50.0, 128.0), (200.0, 128.0)),
     rate_checkpoints=8,
@@ -76,8 +77,8 @@ FULL = Plan(
 )
 
 QUICK = Plan(
-    units=Units(20, 80),
-    pause={512: Pause(1, 4, {"background-snapshot": 4, "mapped-ram": 1, "full": 1})},
+    units=Units(compile=20, transcode=80),
+    pause={512: Pause(rounds=1, checkpoints=4, saves={"background-snapshot": 4, "mapped-ram": 1, "full": 1})},
     intervals_s=(2.0, 0.25),
     cells=(("disk", "compile", "default"), ("disk", "compile", "cow"), ("disk", "compile", "basic")),
     slowdown={"compile": 2},

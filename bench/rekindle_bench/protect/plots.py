@@ -25,20 +25,21 @@ COLOURS = {
 }
 
 
-def _named(value: float) -> str:
-    return f"{value:g} s"
-
-
-def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], fmt: str = "{:.3g}") -> None:  # noqa: ANN401
-    """Draws bars, one group for each label, with their values on top."""
-    width = 0.8 / max(1, len(series))
+def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]]) -> None:  # noqa: ANN401
+    """Draws bars in groups, one bar of each series in a group, with their values on top."""
     for index, (name, values) in enumerate(series.items()):
-        at = [x + (index - (len(series) - 1) / 2) * width for x in range(len(groups))]
+        positions, width = _positions(len(groups), index, len(series))
         heights = [value if value is not None else 0.0 for value in values]
-        drawn = axes.bar(at, heights, width, label=name, color=COLOURS.get(name, style.FALLBACK))
-        labels = [fmt.format(value) if value is not None else "" for value in values]
-        axes.bar_label(drawn, labels, padding=2, fontsize=7)
+        bars = axes.bar(positions, heights, width, label=name, color=COLOURS.get(name, style.FALLBACK))
+        labels = [f"{value:.3g}" if value is not None else "" for value in values]
+        axes.bar_label(bars, labels, padding=2, fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
+
+
+def _positions(groups: int, index: int, series: int) -> tuple[list[float], float]:
+    """Returns where the bars of a series stand, one in each group, and their width."""
+    width = 0.8 / max(1, series)
+    return [group + (index - (series - 1) / 2) * width for group in range(groups)], width
 
 
 def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
@@ -63,19 +64,17 @@ def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
 
 
 def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
-    lines = [line for line in analysis.pauses_by_interval(frame) if line["store"] == "disk"]
-    if not lines:
-        return None
-    intervals_s = sorted({float(str(line["every s"])) for line in lines}, reverse=True)
-    series: dict[str, list[float | None]] = {
-        how: [
-            next((float(str(line["mean ms"])) for line in lines if (line["policy"], line["every s"]) == (how, e)), None)
-            for e in intervals_s
-        ]
-        for how in POLICIES
+    means_ms = {
+        (line["policy"], line["every s"]): line["mean ms"]
+        for line in analysis.pauses_by_interval(frame)
+        if line["store"] == "disk"
     }
+    if not means_ms:
+        return None
+    intervals_s = sorted({every_s for _, every_s in means_ms}, reverse=True)
+    series = {how: [means_ms.get((how, every_s)) for every_s in intervals_s] for how in POLICIES}
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    _bars(axes, [_named(e) for e in intervals_s], series)
+    _bars(axes, [f"{every_s:g} s" for every_s in intervals_s], series)
     style.logarithmic_ms(axes, [value for values in series.values() for value in values if value])
     axes.set_ylabel("mean pause")
     axes.set_xlabel("configured interval")
@@ -95,39 +94,33 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
     )
     for column, workload in enumerate(workloads):
         of_workload = [line for line in lines if line["workload"] == workload]
-        intervals_s = sorted({float(str(line["every s"])) for line in of_workload}, reverse=True)
-        cells = list(dict.fromkeys((str(line["policy"]), str(line["store"])) for line in of_workload))
-        for row, (key, name) in enumerate((("overhead %", "overhead (%)"), ("level %", "level of protection (%)"))):
-            axes = grid[row][column]
-            width = 0.8 / len(cells)
-            for index, cell in enumerate(cells):
-                values = [
-                    next(
-                        (
-                            float(str(line[key]))
-                            for line in of_workload
-                            if (line["policy"], line["store"], line["every s"]) == (*cell, e)
-                        ),
-                        0.0,
-                    )
-                    for e in intervals_s
-                ]
-                at = [x + (index - (len(cells) - 1) / 2) * width for x in range(len(intervals_s))]
-                hatch = {"disk": "", "slow": "//", "tls": ".."}[cell[1]]
-                axes.bar(at, values, width, label=f"{cell[0]}, {cell[1]}", color=COLOURS[cell[0]], hatch=hatch)
-            axes.set_xticks(range(len(intervals_s)), [_named(e) for e in intervals_s])
+        for axes, key, name in (
+            (grid[0][column], "overhead %", "overhead (%)"),
+            (grid[1][column], "level %", "level of protection (%)"),
+        ):
+            _cells(axes, of_workload, key)
             axes.set_ylabel(name)
             axes.axhline(0, color="#000000", linewidth=0.8)
         grid[0][column].set_title(workload)
         grid[1][column].set_xlabel("configured interval")
-    found: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=5)
+    style.shared_legend(figure, grid.flat, ncols=5)
     figure.suptitle("Overhead and level of protection (the paper's figure 3)", x=0.01, ha="left", fontweight="bold")
     style.save(figure, folder / "protect-figure3.png")
     return "protect-figure3.png"
+
+
+def _cells(axes: Any, lines: list[dict[str, Any]], key: str) -> None:  # noqa: ANN401
+    """Draws the column `key` of `analysis.overheads`: a group for each interval, a bar for each policy and store."""
+    # If a cell was measured more than once, its first line counts.
+    values = {(line["policy"], line["store"], line["every s"]): line[key] for line in reversed(lines)}
+    intervals_s = sorted({line["every s"] for line in lines}, reverse=True)
+    cells = list(dict.fromkeys((line["policy"], line["store"]) for line in lines))
+    for index, (policy, store) in enumerate(cells):
+        heights = [values.get((policy, store, every_s), 0.0) for every_s in intervals_s]
+        positions, width = _positions(len(intervals_s), index, len(cells))
+        hatch = {"disk": "", "slow": "//", "tls": ".."}[store]
+        axes.bar(positions, heights, width, label=f"{policy}, {store}", color=COLOURS[policy], hatch=hatch)
+    axes.set_xticks(range(len(intervals_s)), [f"{every_s:g} s" for every_s in intervals_s])
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:

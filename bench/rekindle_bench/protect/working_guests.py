@@ -26,7 +26,9 @@ class ProtectEnvironment(Environment):
     """The environment of the checkpoint benchmark: working guests, and the stores for their checkpoints."""
 
     _closing: ExitStack
+    """Closes the stores at the end of the run."""
     _stores: dict[str, Store] = field(default_factory=dict)
+    """Stores that are made, by kind."""
 
     def has_store(self, kind: str) -> bool:
         """Returns whether this machine can have stores of this kind; if not, records the omission."""
@@ -62,13 +64,16 @@ class ProtectEnvironment(Environment):
         return Qmp(Path(self.rekindle.show(guest.name)["vmm"]["directory"]) / "qmp.sock")
 
     def checkpoints(self, protector: Protector, skip: int = 0, **common: Any) -> int:  # noqa: ANN401
-        """Appends a row for each reported checkpoint, except the first `skip`; returns their number."""
+        """Appends a row for each checkpoint that the protector has reported, except the first `skip`.
+
+        `common`: further columns. Returns the number of rows.
+        """
         events = protector.of("checkpoint")[skip:]
         for event in events:
-            same = {name: event[name] for name in Row.__dataclass_fields__ if name in event and name != "steps"}
-            steps = [{"step": name, "us": us} for name, us in event["steps"].items()]
-            given = {**same, **common, "full": int(event["full"]), "stop_host_us": event["stopped_host_us"]}
-            self.rows.append(Row(what="checkpoint", steps=steps, **given))
+            same_names = {name: event[name] for name in Row.__dataclass_fields__ if name in event}
+            columns = {**same_names, **common, "full": int(event["full"]), "stop_host_us": event["stopped_host_us"]}
+            columns["steps"] = [{"step": name, "us": us} for name, us in event["steps"].items()]
+            self.rows.append(Row(what="checkpoint", **columns))
         return len(events)
 
 

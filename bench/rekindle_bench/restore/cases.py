@@ -1,8 +1,14 @@
-"""The cases: guests are protected, crash, and are restored in turn. Each restore appends rows for the analysis."""
+"""The cases of restores, listed in `CASES` at the end.
+
+Guests are *protected* (checkpoints of them are committed to a store), crash, and are restored in turn. Each restore
+appends rows for the analysis.
+"""
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.netns import Tap
@@ -41,8 +47,18 @@ def _restore(env: RestoreEnvironment, name: str, store: Store, row: Row, *option
     if "--eager" not in options and row.round < FILLS:
         filled = env.wait_filled(name, restored.resumed_host_us)
         row.fill_us, row.worst_us = filled.fill_us, filled.worst_us
-        row.demanded_pages, row.filled_pages = filled.demanded, filled.behind
+        row.demanded_pages, row.filled_pages = filled.demanded, filled.background
     env.rows.append(row)
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """A guest that has crashed, and what is needed to restore it."""
+
+    guest: Guest
+    store: Store
+    shown: dict[str, Any]
+    """Output of `rekindle show` from before the crash, for the peer's QEMU."""
 
 
 def restore(env: RestoreEnvironment, plan: Plan) -> None:
@@ -52,7 +68,7 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
     repeatedly. Only one guest runs at a time.
     """
     with ExitStack() as stack:
-        ready: list[tuple[Guest, Store, dict[str, object]]] = []
+        crashed: list[Crashed] = []
         for index, mib in enumerate(plan.restore, start=1):
             env.log(f"restore: starting a guest with {size(mib)}")
             guest, work = stack.enter_context(env.working(f"back{mib}", mib, index, plan.touch.get(mib)))
@@ -67,29 +83,36 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
                 with env.qmp(guest) as qmp:
                     snapshot.save(qmp, "full", saved)
             env.crash(guest.name)
-            ready.append((guest, store, shown))
-        for number in range(max(n for wanted in plan.restore.values() for n in wanted.values())):
-            for guest, store, shown in ready:
-                wanted = plan.restore[guest.memory_mib]
-                todo = [how for how in wanted if number < wanted[how]]
-                env.log(f"restore: {size(guest.memory_mib)}: round {number + 1}: {', '.join(todo) or 'nothing'}")
-                for how in todo:
-                    row = Row("restore", "restore", guest.memory_mib, "compile", "disk", how, number)
+            crashed.append(Crashed(guest, store, shown))
+        for round_number in range(max(n for wanted in plan.restore.values() for n in wanted.values())):
+            for guest, store, shown in ((each.guest, each.store, each.shown) for each in crashed):
+                repetitions = plan.restore[guest.memory_mib]
+                ways = [how for how in repetitions if round_number < repetitions[how]]
+                env.log(f"restore: {size(guest.memory_mib)}: round {round_number + 1}: {', '.join(ways) or 'nothing'}")
+                for how in ways:
+                    row = Row(
+                        case="restore",
+                        what="restore",
+                        memory_mib=guest.memory_mib,
+                        workload="compile",
+                        store="disk",
+                        how=how,
+                        round=round_number,
+                    )
                     if how == "incoming":
                         _incoming(env, guest, shown, row)
                     else:
                         _restore(env, guest.name, store, row, *(["--eager"] if how == "eager" else []))
                         env.crash(guest.name)
-        for guest, store, _ in ready:  # so that each guest's context has a VM to stop
-            env.restore(guest.name, store)
+        for each in crashed:  # so that each guest's context has a VM to stop
+            env.restore(each.guest.name, each.store)
 
 
-def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, object], row: Row) -> None:
-    """Measures QEMU's own load of a full save, also from the disk."""
+def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, Any], row: Row) -> None:
+    """Measures QEMU's own load of a full save, also from the disk. `shown`: see `Crashed`."""
     path = env.disk_dir / f"{guest.name}.save"
     forget(path)
     vmm, line = shown["vmm"], shown["command_line"]
-    assert isinstance(vmm, dict) and isinstance(line, list)
     tap = Tap(f"rki{os.getpid() % 100000}x{guest.index}", guest.netns, guest.host_address)
     try:
         folder = env.work / f"{guest.name}-incoming"
@@ -105,16 +128,24 @@ def stores(env: RestoreEnvironment, plan: Plan) -> None:
     """Measures lazy restores from each kind of store: the paper compares disk and SSD."""
     with env.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
-        places = [env.store(kind).fresh(f"from-{kind}") for kind in plan.stores if env.has_store(kind)]
-        for store in places:
+        all_stores = [env.store(kind).fresh(f"from-{kind}") for kind in plan.stores if env.has_store(kind)]
+        for store in all_stores:
             _protect(env, guest, store)
-        for number in range(plan.store_restores):
-            env.log(f"stores: round {number + 1} of {plan.store_restores}")
-            for store in places:
+        for round_number in range(plan.store_restores):
+            env.log(f"stores: round {round_number + 1} of {plan.store_restores}")
+            for store in all_stores:
                 env.crash(guest.name)
-                row = Row("stores", "restore", MEMORY_MIB, "compile", store.kind, "lazy", number)
+                row = Row(
+                    case="stores",
+                    what="restore",
+                    memory_mib=MEMORY_MIB,
+                    workload="compile",
+                    store=store.kind,
+                    how="lazy",
+                    round=round_number,
+                )
                 _restore(env, guest.name, store, row)
-        for store in places:
+        for store in all_stores:
             store.remove()
 
 
@@ -127,11 +158,19 @@ def prepared(env: RestoreEnvironment, plan: Plan) -> None:
         work.loop("compile")
         store = env.store("disk").fresh("spare")
         _protect(env, guest, store)
-        for number in range(plan.prepared):
-            env.log(f"prepared: round {number + 1} of {plan.prepared}")
+        for round_number in range(plan.prepared):
+            env.log(f"prepared: round {round_number + 1} of {plan.prepared}")
             for how in ("prepared", "lazy"):
                 env.crash(guest.name)
-                row = Row("prepared", "restore", MEMORY_MIB, "compile", "disk", how, number)
+                row = Row(
+                    case="prepared",
+                    what="restore",
+                    memory_mib=MEMORY_MIB,
+                    workload="compile",
+                    store="disk",
+                    how=how,
+                    round=round_number,
+                )
                 if how == "prepared":
                     env.rekindle.call("restore", guest.name, "--store", store.url, *store.options, "--prepare")
                     row.resident_kib = env.resident_kib(guest.name)
@@ -149,55 +188,58 @@ def after(workload: str) -> Callable[[RestoreEnvironment, Plan], None]:
         piece = plan.pieces[workload]
         with env.working("after", MEMORY_MIB, 12) as (guest, work):
             work.run(workload, piece.count, piece.first)  # fills the guest's page cache with all files of the workload
-            for number in range(pairs):
-                env.log(f"after: {workload}: pair {number + 1} of {pairs}")
+            for round_number in range(pairs):
+                env.log(f"after: {workload}: pair {round_number + 1} of {pairs}")
                 whole = work.run(workload, piece.count, piece.first)
-                _cut(env, guest, work, workload, piece, whole, number)
+                _cut(env, guest, work, workload, piece, whole, round_number)
 
     return case
 
 
 def _cut(
-    env: RestoreEnvironment, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, number: int
+    env: RestoreEnvironment, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, round_number: int
 ) -> None:
-    """Crashes and restores in the middle of the work. `whole`: the same work, undisturbed."""
+    """Crashes the guest in the middle of its work and restores it; appends rows of the restore and of both windows.
+
+    `whole`: the same work, undisturbed.
+    """
     store = env.store("disk").fresh(f"after-{workload}")
-    common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": number}
+    common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": round_number}
     row = Row(what="restore", how="lazy", **common)
-    stopped: list[int] = []
+    stopped_us: list[int] = []  # when the guest was stopped for the checkpoint from which it is restored
     restored: list[Restored] = []
     with protected(env.rekindle, guest.name, store, "2s") as protector:
 
-        def half(window: Window) -> None:
-            if restored or window.marks[-1][1] < piece.cut or len(protector.of("checkpoint")) < 2:
+        def crash_once(window: Window) -> None:
+            _, progress = window.marks[-1]
+            if restored or progress < piece.cut or len(protector.of("checkpoint")) < 2:
                 return
             protector.stop()
-            stopped.append(protector.of("checkpoint")[-1]["stopped_host_us"])
+            stopped_us.append(protector.of("checkpoint")[-1]["stopped_host_us"])
             env.crash(guest.name)
             store.forget()
             restored.append(env.restore(guest.name, store))
 
-        window = work.run(workload, piece.count, piece.first, at=half)
+        window = work.run(workload, piece.count, piece.first, at=crash_once)
     if not restored:
         raise RekindleError(f"{workload}: finished before it could be interrupted; give it more units")
     filled = env.wait_filled(guest.name, restored[0].resumed_host_us)
     row.restore_us, row.told_us, row.steps = restored[0].restore_us, restored[0].reported_us, restored[0].steps
-    row.demanded_pages, row.filled_pages, row.worst_us = filled.demanded, filled.behind, filled.worst_us
+    row.demanded_pages, row.filled_pages, row.worst_us = filled.demanded, filled.background, filled.worst_us
     env.rows.append(row)
-    position = window.position(stopped[0] / 1e6, whole)
-    resumed = restored[0].resumed_host_us
-    for how, one, from_us in (
+    position = window.position(stopped_us[0] / 1e6, whole)
+    for how, measured, from_us in (
         ("undisturbed", whole, whole.reached(position) * 1e6),
-        ("lazy", window, float(resumed)),
+        ("lazy", window, float(restored[0].resumed_host_us)),
     ):
         env.rows.append(
             Row(
                 what="window",
                 how=how,
-                units=one.count,
+                units=measured.count,
                 position=round(position, 3),
-                rest_us=int(one.ended * 1e6 - from_us),
-                digest=one.digest,
+                rest_us=int(measured.ended * 1e6 - from_us),
+                digest=measured.digest,
                 **common,
             )
         )

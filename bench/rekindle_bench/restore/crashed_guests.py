@@ -26,19 +26,26 @@ class Restored:
     """A restore, observed from outside. Times are microseconds."""
 
     restore_us: int
+    """From the start of the command until the guest runs."""
     reported_us: int
+    """The same as reported by the command."""
     resumed_host_us: int
+    """When the guest ran, since 1970."""
     steps: list[dict[str, Any]]
+    """Entries of Rekindle's timeline."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """The completed fill of a restored guest."""
+    """The completed fill of a restored guest; `None`: not found in the pager's log."""
 
     fill_us: int
     demanded: int | None
-    behind: int | None
+    """Pages that the guest waited for."""
+    background: int | None
+    """Pages that were loaded in the background."""
     worst_us: int | None
+    """The longest wait for a page."""
 
 
 class RestoreEnvironment(ProtectEnvironment):
@@ -86,7 +93,7 @@ class RestoreEnvironment(ProtectEnvironment):
         if not resumed:
             raise RekindleError(f"restore {name}: its timeline has no step `resume`")
         end = resumed[-1]["start_host_us"] + resumed[-1]["us"]
-        return Restored(end - started, report["us"], end, steps)
+        return Restored(restore_us=end - started, reported_us=report["us"], resumed_host_us=end, steps=steps)
 
     def wait_filled(self, name: str, since_host_us: int) -> Filled:
         """Waits until all memory of the guest is loaded."""
@@ -103,8 +110,8 @@ class RestoreEnvironment(ProtectEnvironment):
             if filled or time.monotonic() > deadline:
                 break
             time.sleep(0.005)
-        numbers = [int(number) for number in filled.groups()] if filled else [None, None, None]
-        return Filled(took_us, numbers[0], numbers[2], numbers[1])
+        demanded, worst_us, background = [int(number) for number in filled.groups()] if filled else [None, None, None]
+        return Filled(fill_us=took_us, demanded=demanded, background=background, worst_us=worst_us)
 
     def resident_kib(self, name: str) -> int:
         """Returns the resident memory, in KiB, of all processes of this VM: QEMU and Rekindle's."""

@@ -1,4 +1,4 @@
-"""The case: a compilation continues in another place after its host has died.
+"""The case `elsewhere`: a compilation continues in another place after its host has died.
 
 The other place is another run directory and network namespace, with the store on a server. The result must be bit for
 bit that of an undisturbed run.
@@ -7,6 +7,7 @@ bit that of an undisturbed run.
 import os
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,7 +27,10 @@ from .plan import Plan
 from .rows import Row
 
 MEMORY_MIB = 512
+COLUMNS = {"case": "elsewhere", "memory_mib": MEMORY_MIB, "workload": "compile", "store": "tls"}
+"""Columns that all rows of this case share."""
 END_DEADLINE_S = 60.0
+"""Deadline for killed processes to end."""
 HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
 """Addresses of the host's end of the tap and of the guest that libvirt starts."""
 
@@ -55,10 +59,9 @@ def _of_rekindle(env: RestoreEnvironment, plan: Plan, destination: Rekindle, oth
 
 def _of_libvirt(env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path) -> None:
     folder = env.disk_dir / "libvirt"
-    for above in (env.disk_dir, *env.disk_dir.parents):
-        if not above.stat().st_mode & 0o001:
-            # libvirtd's user must be able to access the folder.
-            folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
+    if not all(ancestor.stat().st_mode & stat.S_IXOTH for ancestor in (env.disk_dir, *env.disk_dir.parents)):
+        # libvirtd's user must be able to access the folder.
+        folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         daemon = stack.enter_context(libvirt.daemon(folder))
@@ -78,11 +81,11 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, destination: Rekindle, othe
         )
         work = Work(domain, env.rekindle.run_dir, domain.console)
 
-        def host() -> list[int]:
+        def kill_libvirt() -> list[int]:
             daemon.kill()
             return [pid]
 
-        _move(env, plan, work, destination, definition, "libvirt", host)
+        _move(env, plan, work, destination, definition, "libvirt", kill_libvirt)
         # The restored guest answers in its new namespace.
         with netns.connect(other_netns, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
@@ -112,9 +115,12 @@ def _move(
     destination: Rekindle,
     definition: Path,
     how: str,
-    host: Callable[[], list[int]],
+    processes_of_host: Callable[[], list[int]],
 ) -> None:
-    """Compiles undisturbed, then with the host's death in the middle. `host`: the host's pids but the protector's."""
+    """Compiles undisturbed, then with the host's death in the middle; compares the results.
+
+    `processes_of_host`: returns the pids that end with the host, other than the protector's.
+    """
     name, count = work.guest.name, plan.units.compile
     env.log(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)
@@ -123,35 +129,35 @@ def _move(
     protector = Protector(env.rekindle, name, store, "1s")
     moved: list[Row] = []
 
-    def half(window: Window) -> None:
-        done = protector.of("checkpoint")
-        if moved or window.marks[-1][1] < count / 2 or len(done) < 2:
+    def move_once(window: Window) -> None:
+        _, progress = window.marks[-1]
+        if moved or progress < count / 2 or len(protector.of("checkpoint")) < 2:
             return
-        processes = host()
+        processes = processes_of_host()
         protector.kill()
         _end(processes)
-        died = time.time_ns() // 1000
-        newest = protector.of("checkpoint")[-1]["stopped_host_us"]
+        died_us = time.time_ns() // 1000
+        newest_us = protector.of("checkpoint")[-1]["stopped_host_us"]
         restored = destination.call(
             "restore", name, "--store", store.url, *store.options, "--definition", str(definition)
         )
-        row = Row("elsewhere", "restore", MEMORY_MIB, "compile", "tls", how, 0)
+        row = Row(what="restore", how=how, round=0, **COLUMNS)
         row.told_us = row.restore_us = restored["us"]
-        row.lost_us = died - newest
+        row.lost_us = died_us - newest_us
         moved.append(row)
         work.read_console(destination.run_dir / name / "console.log")
 
     try:
         protector.wait("checkpoint")
-        window = work.run("compile", count, at=half)
+        window = work.run("compile", count, at=move_once)
     finally:
         protector.kill()
     if not moved:
         raise RekindleError(f"elsewhere: {how}: the work finished before its host could die; give it more units")
     env.rows.append(moved[0])
-    for which, one in (("undisturbed", whole), (how, window)):
-        row = Row("elsewhere", "window", MEMORY_MIB, "compile", "tls", which, 0 if how == "elsewhere" else 1)
-        row.units, row.digest = one.count, one.digest
+    for label, measured in (("undisturbed", whole), (how, window)):
+        row = Row(what="window", how=label, round=0 if how == "elsewhere" else 1, **COLUMNS)
+        row.units, row.digest = measured.count, measured.digest
         env.rows.append(row)
     if window.digest != whole.digest:
         raise RekindleError(f"elsewhere: {how}: the work gave {window.digest}, undisturbed {whole.digest}")

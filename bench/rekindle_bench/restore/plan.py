@@ -31,6 +31,7 @@ class Plan:
     store_restores: int
     """Restores from each store."""
     prepared: int
+    """Restores into a prepared QEMU, and as many without one."""
     after: dict[str, int]
     """Windows with a crash and a restore, by workload; the number without is the same."""
     pieces: dict[str, Piece]
@@ -52,8 +53,8 @@ FULL = Plan(
     store_restores=6,
     prepared=16,
     after={"compile": 3, "transcode": 4},
-    pieces={"compile": Piece(676, 20, first=636), "transcode": Piece(2400, 500)},
-    units=Units(100, 400),
+    pieces={"compile": Piece(count=676, cut=20, first=636), "transcode": Piece(count=2400, cut=500)},
+    units=Units(compile=100, transcode=400),
 )
 
 QUICK = Plan(
@@ -63,8 +64,8 @@ QUICK = Plan(
     store_restores=3,
     prepared=4,
     after={"compile": 2},
-    pieces={"compile": Piece(40, 20)},
-    units=Units(40, 160),
+    pieces={"compile": Piece(count=40, cut=20)},
+    units=Units(compile=40, transcode=160),
     budget_s=400.0,
 )
 
@@ -74,10 +75,10 @@ def left_out(plan: Plan) -> list[str]:
     lines: list[str] = []
     for mib, full in FULL.restore.items():
         own = plan.restore.get(mib, {})
-        none = [how for how, n in full.items() if not own.get(how, 0)]
+        omitted = [how for how, n in full.items() if not own.get(how, 0)]
         fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
-        if none:
-            lines.append(f"restores at {size(mib)}: {'all' if len(none) == len(full) else ', '.join(none)}")
+        if omitted:
+            lines.append(f"restores at {size(mib)}: {'all' if len(omitted) == len(full) else ', '.join(omitted)}")
         if fewer:
             lines.append(f"restores at {size(mib)}: repetitions ({', '.join(fewer)})")
         if own and plan.touch.get(mib) != FULL.touch.get(mib):

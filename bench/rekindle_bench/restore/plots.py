@@ -27,9 +27,9 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     for index, name in enumerate(names):
         widths = [medians.get(name, 0.0) for medians in parts.values()]
         axes.barh(labels, widths, left=starts, label=name, color=PALETTE[index % len(PALETTE)])
-        starts = [at + width for at, width in zip(starts, widths, strict=True)]
-    for label, whole in zip(labels, starts, strict=True):
-        axes.text(whole, label, f" {style.duration(whole)}", va="center", fontsize=8)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for label, whole_ms in zip(labels, starts, strict=True):
+        axes.text(whole_ms, label, f" {style.duration(whole_ms)}", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms from the command to the guest's running (medians)")
     axes.grid(axis="x")

@@ -14,7 +14,7 @@ own load of a full save. `elsewhere`: into another run directory and network nam
 guest that libvirt had started."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One measurement. Names end in the unit; host times in `steps` are microseconds since 1970."""
 
@@ -24,10 +24,13 @@ class Row:
     """`restore`, or `window`: the rest of a piece of work."""
     memory_mib: int
     workload: str
+    """What the guest did at its checkpoint: `compile`, `transcode`."""
     store: str
+    """`disk`, `slow`, `tls`."""
     how: str
     """A member of `HOWS`, or `undisturbed` for a window."""
     round: int
+    """In `elsewhere`, windows of Rekindle's guest have 0, those of libvirt's 1."""
     restore_us: int | None = None
     """From the start of the command until the guest runs."""
     told_us: int | None = None
@@ -43,6 +46,7 @@ class Row:
     resident_kib: int | None = None
     """Memory that a prepared QEMU and its helpers use while they wait."""
     units: int | None = None
+    """Files or frames of a window."""
     position: float | None = None
     """Progress of the work at the checkpoint, in units."""
     rest_us: int | None = None

@@ -1,11 +1,18 @@
-"""Computes the figures of VMM reboots from raw rows alone, so that a file can be analysed again."""
+"""Computes the figures and tables of VMM reboots from raw rows alone, so that a file can be analysed again.
+
+A `frame` has a row for each rebooted VM; `rows.Row` documents its columns. A VMM reboot replaces the QEMU under a guest
+that continues. Ways (column `how`): `warm` (Rekindle, RAM stays in place), `cpr-transfer` (the peer: QEMU's own),
+`saved` (RAM to disk and back), `cold` (shut down and boot).
+"""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
-from rekindle_bench.report import Bar, Figure, Findings
-from rekindle_bench.rows import milliseconds, pick
+from rekindle_bench.report import Bar, Contrast, Findings, Sample
+from rekindle_bench.rows import matching, median_or_none, milliseconds, pick, seconds
 from rekindle_lab.guests import size
 from rekindle_lab.stats import compare, median, p95
 
@@ -14,16 +21,9 @@ from .rows import HOWS
 HEADLINE_MIB = 512
 """RAM at which warm is compared with cpr-transfer: the size with the most repetitions."""
 SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
-
-
-def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
-    """Returns values as `pick` does, but one per operation, for columns in which all rows of an operation agree."""
-    return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
-
-
-def stopped_ms(frame: pd.DataFrame, how: str, memory_mib: int, case: str = "ram") -> list[float]:
-    """Returns the guest-stopped times of a way for one size of guests, in ms."""
-    return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=memory_mib))
+"""Cases in which a client measures the service gap of each reboot."""
+GUESTS = ["guest", "memory_mib", "vms"]
+"""Columns that describe the guests of one operation."""
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
@@ -32,9 +32,9 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     _stopped_times(frame, findings)
     _eleven_vms(frame, findings)
     _losses(frame, findings)
-    changed = pick(frame, "memory_changed_bytes", how="warm")
-    if changed:
-        findings.add_sample("warm_memory_changed", "bytes", changed, Bar(0.0, "=="), value=max(changed))
+    changed_bytes = pick(frame, "memory_changed_bytes", how="warm")
+    if changed_bytes:
+        findings.add("warm_memory_changed", changed_bytes, "bytes", Bar(0.0, "=="), value=max(changed_bytes))
     else:
         findings.report_missing("warm_memory_changed")
     return findings
@@ -42,76 +42,74 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 def _stopped_times(frame: pd.DataFrame, findings: Findings) -> None:
     """Compares guest-stopped times: with cpr-transfer, with saved reboots, and of a large guest with a small one."""
-    headline_size = size(HEADLINE_MIB)
-    findings.ratio(
+
+    def stopped_ms(how: str, memory_mib: int, case: str = "ram") -> Sample:
+        values_us = pick(frame, "stopped_us", case=case, how=how, memory_mib=memory_mib)
+        return Sample(f"{how}, {size(memory_mib)}", milliseconds(values_us))
+
+    findings.add_ratio(
         "warm_vs_cpr_stopped",
         Bar(1.0),
-        stopped_ms(frame, "warm", HEADLINE_MIB),
-        stopped_ms(frame, "cpr-transfer", HEADLINE_MIB),
-        f"warm, {headline_size}",
-        f"cpr-transfer, {headline_size}",
+        ours=stopped_ms("warm", HEADLINE_MIB),
+        peer=stopped_ms("cpr-transfer", HEADLINE_MIB),
     )
-    findings.ratio(
+    findings.add_ratio(
         "warm_8g_vs_512m_stopped",
         Bar(1.1),
-        stopped_ms(frame, "warm", 8192, "sizes"),
-        stopped_ms(frame, "warm", 512, "sizes"),
-        "warm, 8G",
-        "warm, 512M",
-        of_peer=False,
+        ours=stopped_ms("warm", 8192, "sizes"),
+        peer=stopped_ms("warm", 512, "sizes"),
+        with_peer=False,
     )
-    warm, saved = stopped_ms(frame, "warm", 2048), stopped_ms(frame, "saved", 2048)
-    findings.ratio("warm_vs_saved_2g", Bar(0.02), warm, saved, "warm, 2G", "saved, 2G")
+    findings.add_ratio("warm_vs_saved_2g", Bar(0.02), ours=stopped_ms("warm", 2048), peer=stopped_ms("saved", 2048))
 
 
 def _eleven_vms(frame: pd.DataFrame, findings: Findings) -> None:
     """Compares the warm reboot of eleven VMs together with that of one."""
+    # All rows of one operation have the same total: one of them counts.
+    operations = frame.drop_duplicates(["case", *GUESTS, "how", "round"])
 
     def total_s(**where: str | int) -> list[float]:
-        return [value / 1e6 for value in operations(frame, "total_us", how="warm", **where)]
+        return seconds(pick(operations, "total_us", how="warm", **where))
 
-    eleven_vms, one_vm, solo = total_s(case="count", vms=11), total_s(case="count", vms=1), total_s(case="solo")
+    eleven_vms, one_vm, one_of_many = total_s(case="count", vms=11), total_s(case="count", vms=1), total_s(case="solo")
     if not eleven_vms or not one_vm:
         findings.report_missing("warm_11_vms_total", "11 VMs or for one")
         return
-    comparison = compare(eleven_vms, one_vm)
     findings.add(
-        Figure(
-            "warm_11_vms_total",
-            comparison.ours,
-            "s",
-            comparison.n_ours,
-            comparison.ours_p95,
-            Bar(1.0),
-            findings.raw,
-            comparison,
-            "s",
-            "11 VMs",
-            "1 VM",
-            ratio_bar=Bar(11.0, "<"),
-            of_peer=False,
-            extra={"ratio_to_one_among_all": comparison.ours / median(solo)} if solo else {},
-        )
+        "warm_11_vms_total",
+        eleven_vms,
+        "s",
+        Bar(1.0),
+        contrast=Contrast.of(Sample("11 VMs", eleven_vms), Sample("1 VM", one_vm), "s", with_peer=False),
+        ratio_bar=Bar(11.0, "<"),  # 11 times the time of one VM would be no gain over reboots in a row
+        extra={"ratio_to_one_among_all": median(eleven_vms) / median(one_of_many)} if one_of_many else {},
     )
 
 
 def _losses(frame: pd.DataFrame, findings: Findings) -> None:
     """Counts the sessions, requests and connections that warm reboots under load have lost."""
-    sessions = pick(frame, "sessions_lost", case="losses")
-    load = frame[frame["case"] == "load"]
-    if sessions and len(load):
-        lost = sum(sessions) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
-        findings.add_sample("warm_losses_50", "lost", sessions, Bar(0.0, "=="), value=lost)
+    sessions_lost = pick(frame, "sessions_lost", case="losses")
+    load = matching(frame, case="load")
+    if sessions_lost and len(load):
+        lost = sum(sessions_lost) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
+        findings.add("warm_losses_50", sessions_lost, "lost", Bar(0.0, "=="), value=lost)
     else:
         findings.report_missing("warm_losses_50")
 
 
 def label(row: "pd.Series[object]") -> str:
     """Describes for the tables which guests were rebooted."""
-    what = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
+    guest = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
     among = {"solo": "1 of many x ", "count": f"{row['vms']} x "}.get(str(row["case"]), "")
-    turn = " (by turns)" if row["case"] == "sizes" else ""
-    return f"{among}{what}{turn}"
+    in_turn = " (by turns)" if row["case"] == "sizes" else ""
+    return f"{among}{guest}{in_turn}"
+
+
+def _by_guests(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yields the rows of each case and kind, size and number of guests, in the order of the tables."""
+    for case in SERVICE_CASES:
+        for _, rows in matching(frame, case=case).groupby(GUESTS, sort=True):
+            yield rows
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
@@ -120,57 +118,55 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
     A cold reboot shuts the guest down and boots it instead of stopping it: compare the service gaps for that way.
     """
     lines: list[dict[str, object]] = []
-    keys = ["case", "guest", "memory_mib", "vms"]
-    for case in SERVICE_CASES:
-        for _, group in frame[frame["case"] == case].groupby(keys, sort=True):
-            warm = milliseconds(pick(group, "stopped_us", how="warm"))
-            for how in HOWS:
-                rows = group[group["how"] == how]
-                stopped = milliseconds(pick(rows, "stopped_us")) if how != "cold" else []
-                gap = milliseconds(pick(rows, "gap_us"))
-                if not stopped and not gap:
-                    continue
-                lines.append(
-                    {
-                        "guests": label(rows.iloc[0]),
-                        "how": how,
-                        "n": int(rows["round"].nunique()),
-                        "stopped ms": median(stopped) if stopped else None,
-                        "stopped p95": p95(stopped) if stopped else None,
-                        "warm / this": median(warm) / median(stopped) if warm and stopped and median(stopped) else None,
-                        "gap ms": median(gap) if gap else None,
-                        "gap p95": p95(gap) if gap else None,
-                        "failed": int(rows["failed"].sum()),
-                        "connections lost": int(rows["connections_lost"].sum()),
-                    }
-                )
+    for of_guests in _by_guests(frame):
+        warm_ms = milliseconds(pick(of_guests, "stopped_us", how="warm"))
+        for how in HOWS:
+            rows = matching(of_guests, how=how)
+            stopped_ms = milliseconds(pick(rows, "stopped_us")) if how != "cold" else []
+            gap_ms = milliseconds(pick(rows, "gap_us"))
+            if not stopped_ms and not gap_ms:
+                continue
+            can_divide = warm_ms and stopped_ms and median(stopped_ms)
+            lines.append(
+                {
+                    "guests": label(rows.iloc[0]),
+                    "how": how,
+                    "n": int(rows["round"].nunique()),
+                    "stopped ms": median_or_none(stopped_ms),
+                    "stopped p95": p95(stopped_ms) if stopped_ms else None,
+                    "warm / this": median(warm_ms) / median(stopped_ms) if can_divide else None,
+                    "gap ms": median_or_none(gap_ms),
+                    "gap p95": p95(gap_ms) if gap_ms else None,
+                    "failed": int(rows["failed"].sum()),
+                    "connections lost": int(rows["connections_lost"].sum()),
+                }
+            )
     return lines
 
 
 def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
     """Compares warm with cpr-transfer in every case that has both: ratios of medians with their 95% interval."""
     lines: list[dict[str, object]] = []
-    for case in SERVICE_CASES:
-        for _, group in frame[frame["case"] == case].groupby(["guest", "memory_mib", "vms"], sort=True):
-            for what, column in (("guest-stopped time", "stopped_us"), ("service gap", "gap_us")):
-                ours = milliseconds(pick(group, column, how="warm"))
-                peer = milliseconds(pick(group, column, how="cpr-transfer"))
-                if len(ours) < 2 or len(peer) < 2 or min(peer) <= 0:
-                    continue
-                of = compare(ours, peer)
-                lines.append(
-                    {
-                        "guests": label(group.iloc[0]),
-                        "what": what,
-                        "warm ms": of.ours,
-                        "cpr-transfer ms": of.peer,
-                        "ratio": of.ratio,
-                        "low": of.low,
-                        "high": of.high,
-                        "p": of.p,
-                        "warm is": of.verdict,
-                    }
-                )
+    for rows in _by_guests(frame):
+        for what, column in (("guest-stopped time", "stopped_us"), ("service gap", "gap_us")):
+            warm_ms = milliseconds(pick(rows, column, how="warm"))
+            cpr_ms = milliseconds(pick(rows, column, how="cpr-transfer"))
+            if len(warm_ms) < 2 or len(cpr_ms) < 2 or min(cpr_ms) <= 0:
+                continue
+            comparison = compare(warm_ms, cpr_ms)
+            lines.append(
+                {
+                    "guests": label(rows.iloc[0]),
+                    "what": what,
+                    "warm ms": comparison.ours,
+                    "cpr-transfer ms": comparison.peer,
+                    "ratio": comparison.ratio,
+                    "low": comparison.low,
+                    "high": comparison.high,
+                    "p": comparison.p,
+                    "warm is": comparison.verdict,
+                }
+            )
     return lines
 
 
@@ -182,23 +178,30 @@ def tasks(frame: pd.DataFrame) -> pd.DataFrame:
     `pre_ms` and `post_ms` are missing for cpr-transfer, which does both tasks in one step that cannot be divided from
     outside; `stopped_ms` is missing for a cold reboot, which shuts the guest down instead.
     """
-    keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
-    rows = []
-    for key, group in frame[frame["case"].isin(SERVICE_CASES)].groupby(keys, sort=True):
-        begins, ends, answers = [], [], []
-        for _, row in group.iterrows():
-            steps = json.loads(row["steps"]) if isinstance(row["steps"], str) else []
-            suspend = [step for step in steps if step["phase"] == "suspend"]
-            begins += [step["start_host_us"] for step in suspend]
-            ends += [step["start_host_us"] + step["us"] for step in suspend]
-            answers += [row[name] for name in ("gap_end_host_us", "resume_host_us") if pd.notna(row[name])][:1]
-        line = dict(zip(keys, key, strict=True))
-        whole = line["how"] != "cpr-transfer" and begins and answers
-        line["pre_ms"] = (max(ends) - min(begins)) / 1e3 if whole else None
-        line["post_ms"] = max(0.0, (max(answers) - max(ends)) / 1e3) if whole else None
-        for column, name in (("stopped_us", "stopped_ms"), ("gap_us", "gap_ms")):
-            values = milliseconds(pick(group, column))
-            known = values and not (line["how"] == "cold" and name == "stopped_ms")
-            line[name] = median(values) if known else None
-        rows.append(line)
-    return pd.DataFrame(rows, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])
+    keys = ["case", *GUESTS, "how", "round"]
+    operations = []
+    for key, rows in frame[frame["case"].isin(SERVICE_CASES)].groupby(keys, sort=True):
+        operation = dict(zip(keys, key, strict=True))
+        pre_ms, post_ms = _pre_and_post_ms(rows) if operation["how"] != "cpr-transfer" else (None, None)
+        stopped_ms = milliseconds(pick(rows, "stopped_us")) if operation["how"] != "cold" else []
+        operation |= {"pre_ms": pre_ms, "post_ms": post_ms, "stopped_ms": median_or_none(stopped_ms)}
+        operations.append(operation | {"gap_ms": median_or_none(milliseconds(pick(rows, "gap_us")))})
+    return pd.DataFrame(operations, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])
+
+
+def _pre_and_post_ms(rows: pd.DataFrame) -> tuple[float | None, float | None]:
+    """Returns `pre_ms` and `post_ms` (see `tasks`) of one operation; `None` if they were not observed."""
+    begins_us, ends_us, answers_us = [], [], []
+    for _, row in rows.iterrows():
+        steps: list[dict[str, Any]] = json.loads(row["steps"]) if isinstance(row["steps"], str) else []
+        for step in steps:
+            if step["phase"] == "suspend":
+                begins_us.append(step["start_host_us"])
+                ends_us.append(step["start_host_us"] + step["us"])
+        # Without a client's gap, the guest's resume counts as its first answer.
+        answer_us = row["gap_end_host_us"] if pd.notna(row["gap_end_host_us"]) else row["resume_host_us"]
+        if pd.notna(answer_us):
+            answers_us.append(answer_us)
+    if not begins_us or not answers_us:
+        return None, None
+    return (max(ends_us) - min(begins_us)) / 1e3, max(0.0, (max(answers_us) - max(ends_us)) / 1e3)

@@ -1,4 +1,8 @@
-"""The cases: each sets up its guests, reboots them in turn (A B A B) and appends rows. The analysis judges the rows."""
+"""The cases of VMM reboots, listed in `CASES` at the end.
+
+Each sets up its guests, replaces their QEMU in each way by turns (A B A B), and appends rows; the analysis judges them.
+A *twin* is a second guest with the same hardware, which the peer (`cpr-transfer`) reboots (`twins.py`).
+"""
 
 import functools
 import os
@@ -20,7 +24,9 @@ from .twins import LOAD, USUAL, Client, Peer, VmmEnvironment, by_name
 
 SMALL_MIB = 256
 DEBIAN_MIB = 1024
+ECHO_PORT = 7
 SESSION_DEADLINE_S = 10.0
+"""A session that has not sent a line back after this time counts as lost."""
 SLOW = Client(every="10ms")
 """Client of the case with many guests: sends few requests, so that the clients are not what is measured."""
 SESSIONS = 4
@@ -41,13 +47,13 @@ def in_turn(
     `each_round` is called at the start of each round.
     """
     names = f"{len(ours)} x {ours[0].image.kind} {size(ours[0].memory_mib)}"
-    for number in range(max(repetitions.values())):
-        todo = [how for how in HOWS if number < repetitions.get(how, 0) and (peers or how != "cpr-transfer")]
-        env.log(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
+    for round_number in range(max(repetitions.values())):
+        todo = [how for how in HOWS if round_number < repetitions.get(how, 0) and (peers or how != "cpr-transfer")]
+        env.log(f"{case}: {names}: round {round_number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
         if each_round is not None:
-            each_round(number)
+            each_round(round_number)
         for how in todo:
-            env.reboot(case, number, peers if how == "cpr-transfer" else ours, how, client=client)
+            env.reboot(case, round_number, peers if how == "cpr-transfer" else ours, how, client=client)
 
 
 def ram(env: VmmEnvironment, plan: Plan) -> None:
@@ -80,10 +86,10 @@ def sizes(env: VmmEnvironment, plan: Plan) -> None:
         for index, mib in enumerate(plan.extremes, start=10):
             env.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
             guests.append(stack.enter_context(env.ours(env.guest(f"size{mib}", "micro", mib, index, "all"))))
-        for number in range(plan.sizes):
-            env.log(f"sizes: round {number + 1} of {plan.sizes}")
+        for round_number in range(plan.sizes):
+            env.log(f"sizes: round {round_number + 1} of {plan.sizes}")
             for guest in guests:
-                env.reboot("sizes", number, [guest], "warm")
+                env.reboot("sizes", round_number, [guest], "warm")
 
 
 def count(env: VmmEnvironment, plan: Plan) -> None:
@@ -91,10 +97,10 @@ def count(env: VmmEnvironment, plan: Plan) -> None:
     with ExitStack() as stack:
         ours: list[Guest] = []
         peers: list[Peer] = []
-        for n, repetitions in plan.count.items():
-            env.log(f"count: starting VMs up to number {n}")
-            with_peers = any(r.get("cpr-transfer", 0) for m, r in plan.count.items() if m >= n)
-            while len(ours) < n:
+        for vms, repetitions in plan.count.items():
+            env.log(f"count: starting VMs up to number {vms}")
+            with_peers = any(ways.get("cpr-transfer", 0) for later, ways in plan.count.items() if later >= vms)
+            while len(ours) < vms:
                 env.need(memory_mib=2 * SMALL_MIB)
                 guest = env.guest(f"small{len(ours)}", "micro", SMALL_MIB, 20 + len(ours))
                 ours.append(stack.enter_context(env.ours(guest, wait=False)))
@@ -102,13 +108,13 @@ def count(env: VmmEnvironment, plan: Plan) -> None:
                     peers.append(stack.enter_context(env.peer(guest, wait=False)))
             for guest in [*ours, *(peer.guest for peer in peers)]:
                 guest.wait_ready()
-            each_round = functools.partial(alone, env, ours[0]) if n == max(plan.count) else None
+            each_round = functools.partial(alone, env, ours[0]) if vms == max(plan.count) else None
             in_turn(env, "count", ours, peers, repetitions, SLOW, each_round)
 
 
-def alone(env: VmmEnvironment, guest: Guest, number: int) -> None:
+def alone(env: VmmEnvironment, guest: Guest, round_number: int) -> None:
     """Reboots one of many running guests warm, for comparison with a reboot of all guests."""
-    env.reboot("solo", number, [guest], "warm", client=SLOW)
+    env.reboot("solo", round_number, [guest], "warm", client=SLOW)
 
 
 def debian(env: VmmEnvironment, plan: Plan) -> None:
@@ -126,8 +132,9 @@ def debian(env: VmmEnvironment, plan: Plan) -> None:
 class EchoSession:
     """A session over a connection whose other end sends back each line."""
 
-    def __init__(self, send: Callable[[bytes], None], handle: int, close: Callable[[], None]) -> None:
-        self._send, self._handle, self.close = send, handle, close
+    def __init__(self, send: Callable[[bytes], None], descriptor: int, close: Callable[[], None]) -> None:
+        """`descriptor`: file descriptor from which the echoed lines are read."""
+        self._send, self._descriptor, self.close = send, descriptor, close
         self._count = 0
 
     def works(self) -> bool:
@@ -137,11 +144,11 @@ class EchoSession:
         try:
             self._send(line)
             echoed = b""
-            end = time.monotonic() + SESSION_DEADLINE_S
+            deadline = time.monotonic() + SESSION_DEADLINE_S
             while echoed != line and line.startswith(echoed):
-                if not select.select([self._handle], [], [], max(0.0, end - time.monotonic()))[0]:
+                if not select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
                     return False
-                data = os.read(self._handle, 65536)
+                data = os.read(self._descriptor, 65536)
                 if not data:
                     return False
                 echoed += data
@@ -152,13 +159,13 @@ class EchoSession:
 
 def tcp_session(guest: Guest) -> EchoSession:
     """Opens a session with the guest's echo service, as soon as the service listens."""
-    end = time.monotonic() + 60.0
+    deadline = time.monotonic() + 60.0
     while True:
         try:
-            connection = netns.connect(guest.netns, guest.address, 7, 60.0)
+            connection = netns.connect(guest.netns, guest.address, ECHO_PORT, 60.0)
             break
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -197,7 +204,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
             raise RuntimeError("a TCP or ssh session does not work even before the first reboot")
         common = {"guest": "debian", "memory_mib": DEBIAN_MIB, "vms": 1, "vm": guest.name}
         with env.rekindle.probes([(LOAD.url(guest), guest.netns)], *LOAD.options, every=LOAD.every) as probes:
-            for number in range(plan.losses):
+            for round_number in range(plan.losses):
                 document = env.rekindle.reboot([guest.name], "warm")
                 vm = by_name(document, [guest.name])[0]
                 lost = [index for index, session in enumerate(sessions) if not session.works()]
@@ -205,7 +212,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
                     Row(
                         case="losses",
                         how="warm",
-                        round=number,
+                        round=round_number,
                         stopped_us=vm["stopped_us"],
                         stop_host_us=vm["stop_host_us"],
                         resume_host_us=vm["resume_host_us"],
@@ -216,7 +223,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
                         **common,
                     )
                 )
-                env.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
+                env.log(f"losses: reboot {round_number + 1} of {plan.losses}, sessions lost: {len(lost)}")
                 for index in lost:  # reopened, or the session would be counted again after the next reboot
                     sessions[index].close()
                     sessions[index] = openers[index](guest)
@@ -239,9 +246,9 @@ def memory(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its memory."""
     env.need(memory_mib=512)
     with env.ours(env.guest("memory", "micro", 512, 42, "all")) as guest:
-        for number in range(plan.memory):
-            env.log(f"memory: reboot {number + 1} of {plan.memory}")
-            env.reboot("memory", number, [guest], "warm", "--verify-memory")
+        for round_number in range(plan.memory):
+            env.log(f"memory: reboot {round_number + 1} of {plan.memory}")
+            env.reboot("memory", round_number, [guest], "warm", "--verify-memory")
         reply = guest.command("verify")
         if not reply.startswith("ok"):
             raise RuntimeError(f"the guest finds its memory changed after {plan.memory} warm reboots: {reply}")

@@ -68,12 +68,13 @@ def left_out(plan: Plan) -> list[str]:
     lines: list[str] = []
 
     def compare(what: str, full: dict[str, int], own: dict[str, int]) -> None:
-        none = [how for how, n in full.items() if own.get(how, 0) == 0 and n]
+        """Adds the ways of which `own` has no repetitions, and those of which it has fewer."""
+        omitted = [how for how, n in full.items() if own.get(how, 0) == 0 and n]
         fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
-        if len(none) == len(full):
+        if len(omitted) == len(full):
             lines.append(f"{what}: all of it")
-        elif none:
-            lines.append(f"{what}: {', '.join(none)}")
+        elif omitted:
+            lines.append(f"{what}: {', '.join(omitted)}")
         if fewer:
             lines.append(f"{what}: repetitions ({', '.join(fewer)})")
 

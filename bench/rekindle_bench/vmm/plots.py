@@ -26,14 +26,14 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
         if not points:
             continue
         positions = [key for key, _ in points]
-        mid = [median(values) for _, values in points]
+        medians = [median(values) for _, values in points]
         tops = [p95(values) for _, values in points]
-        drawn += [*mid, *tops]
-        up = [max(0.0, top - middle) for top, middle in zip(tops, mid, strict=True)]
+        drawn += [*medians, *tops]
+        bar_heights = [max(0.0, top - middle) for top, middle in zip(tops, medians, strict=True)]
         axes.errorbar(
             positions,
-            mid,
-            yerr=[[0.0] * len(up), up],
+            medians,
+            yerr=[[0.0] * len(bar_heights), bar_heights],
             label=how,
             color=style.COLOURS[how],
             marker=style.MARKERS[how],
@@ -47,17 +47,13 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
 
 
 def _finish(figure: plt.Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
-    found: dict[str, Any] = {}
-    for axes in panels:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    ordered = [how for how in HOWS if how in found]
-    figure.legend([found[how] for how in ordered], ordered, loc="outside lower center", ncols=max(1, len(ordered)))
+    style.shared_legend(figure, panels, order=HOWS, ncols=len(HOWS))
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     style.save(figure, path)
 
 
 def _tasks(frame: pd.DataFrame, x: str, xlabel: str, ticks: dict[int, str], title: str, path: Path) -> None:
+    """Plots the times of `analysis.tasks` over the column `x`, one panel for each. `ticks`: labels by value of `x`."""
     figure, grid = plt.subplots(2, 2, figsize=(9, 7), layout="constrained", sharey=True, sharex=True)
     panels = list(grid.flat)
     columns = (

@@ -1,4 +1,8 @@
-"""VMs of the VMM-reboot benchmark, their twins for the peer, and reboots with a client at each."""
+"""VMs of the VMM-reboot benchmark, their twins for the peer, and reboots with a client at each.
+
+The peer is QEMU's own way to replace itself under a guest, *cpr-transfer*. It cannot run on Rekindle's VM, so for it a
+*twin* is started: a guest with the same QEMU command line but its own RAM file, disk, tap and network namespace.
+"""
 
 import os
 import re
@@ -23,13 +27,15 @@ RECORDS = "vmm-breakdown.json"
 
 @dataclass(frozen=True)
 class Client:
-    """Settings of the client that sends requests to a guest while the guest is rebooted."""
+    """Settings of the client (`rekindle probe`) that sends requests to a guest while the guest is rebooted."""
 
     path: str | None = None
     """Path of a file of nginx; `None`: the guest's usual service."""
     every: str = "1ms"
+    """Interval between two requests."""
     options: tuple[str, ...] = ()
     margin_s: float = MARGIN_S
+    """Duration of the measurement before the reboot and after it."""
 
     def url(self, guest: Guest) -> str:
         """Returns the requested URL."""
@@ -41,7 +47,7 @@ class Client:
 
 
 USUAL = Client()
-LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms"), 2.0)
+LOAD = Client(path="files/020.bin", every="4ms", options=("--connections", "8", "--interval", "20ms"), margin_s=2.0)
 """2000 requests per second for a file of 24 KiB if the guest keeps up."""
 
 
@@ -66,21 +72,22 @@ class VmmEnvironment(Environment):
         shown = self.rekindle.show(guest.name)
         twin = replace(guest, name=f"{guest.name}-peer", netns=self.peer_netns)
         folder = self.work / twin.name
-        line = shown["command_line"]
-        text = "\n".join(line)
+        command_line = shown["command_line"]
+        text = "\n".join(command_line)
+        # The twin's own files, by the path of Rekindle's file.
         paths = {path: str(folder / "console.log") for path in re.findall(r"logfile=([^,\n]+)", text)}
         paths |= {path: str(self.ram_dir / f"{twin.name}.ram") for path in re.findall(r"mem-path=([^,\n]+)", text)}
         if guest.disk and twin.disk:
             guests.copy_sparse(twin.image.folder / "disk.raw", twin.disk)
             paths[str(guest.disk)] = str(twin.disk)
-        numbers = [int(number) for number in re.findall(r"\bfd=(\d+)", text)]
+        descriptors = [int(descriptor) for descriptor in re.findall(r"\bfd=(\d+)", text)]
         with ExitStack() as stack:
             taps: dict[int, netns.Tap] = {}
-            for number in numbers:
+            for descriptor in descriptors:
                 tap = netns.Tap(f"rkp{os.getpid() % 100000}x{guest.index}", twin.netns, twin.host_address)
                 stack.callback(tap.close)
-                taps[number] = tap
-            vm = CprVm(self.qemu, line, folder, paths=paths, vmm_directory=shown["vmm"]["directory"], taps=taps)
+                taps[descriptor] = tap
+            vm = CprVm(self.qemu, command_line, folder, paths=paths, vmm_directory=shown["vmm"]["directory"], taps=taps)
             stack.callback(vm.stop)
             if wait:
                 twin.wait_ready()
@@ -89,7 +96,7 @@ class VmmEnvironment(Environment):
     def reboot(
         self,
         case: str,
-        number: int,
+        round_number: int,
         targets: Sequence["Guest | Peer"],
         how: str,
         *options: str,
@@ -97,7 +104,7 @@ class VmmEnvironment(Environment):
     ) -> dict[str, Any]:
         """Reboots guests together with a client at each, appends a row for each, and returns the first guest's record.
 
-        All of `targets` are guests of Rekindle, or all are peers (then `how` is cpr-transfer). `number`: the round.
+        All of `targets` are guests of Rekindle, or all are peers (then `how` is cpr-transfer).
         """
         peers = [target for target in targets if isinstance(target, Peer)]
         vms = [target.guest if isinstance(target, Peer) else target for target in targets]
@@ -122,7 +129,7 @@ class VmmEnvironment(Environment):
                     memory_mib=guest.memory_mib,
                     vms=len(vms),
                     how=how,
-                    round=number,
+                    round=round_number,
                     vm=guest.name,
                     stopped_us=vm.get("stopped_us"),
                     stop_host_us=vm.get("stop_host_us"),

@@ -1,5 +1,7 @@
 """The case of figures 8 to 10: what the block map costs without reboots."""
 
+from dataclasses import dataclass
+
 from rekindle_lab import guests
 
 from . import native
@@ -10,12 +12,27 @@ from .rows import Row
 from .ways import turns
 
 MEMORY_MIB = 768
-KINDS = (("read", 4096, ()), ("write", 4096, ("--end_fsync=1",)), ("bytes", 1, ("--end_fsync=1",)))
-"""Kinds of access, each with its block size and further options of fio."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """A kind of access to the file."""
+
+    what: str
+    block: int
+    options: tuple[str, ...] = ()
+    """Further options of fio."""
+
+
+ACCESSES = (
+    Access("read", 4096),
+    Access("write", 4096, ("--end_fsync=1",)),
+    Access("bytes", 1, ("--end_fsync=1",)),
+)
 
 
 def map_cost(env: CacheEnvironment, plan: Plan) -> None:
-    """Measures two guests by turns. The server of the one keeps a block map. All accesses reach the disk."""
+    """Measures two guests by turns. The server of only one of them keeps a block map. All accesses reach the disk."""
     if env.slow:
         env.limit_rates(None)
     image = env.image("debian-cache")
@@ -30,19 +47,28 @@ def map_cost(env: CacheEnvironment, plan: Plan) -> None:
             env.ours(env.cached("without", MEMORY_MIB, 4, str(without_map.socket))) as unmapped,
         ):
             both = {"map": (mapped, with_map), "no-map": (unmapped, without_map)}
-            for number in range(plan.map_rounds):
-                for what, block, options in KINDS:
-                    for how in turns(number, ("map", "no-map")):
+            for round_number in range(plan.map_rounds):
+                for access in ACCESSES:
+                    for how in turns(round_number, ("map", "no-map")):
                         guest, server = both[how]
                         # Written data stays cached, as in the paper: only then does a write of one byte per page
                         # not read the page first.
-                        guest.ssh("sync" + ("; echo 3 >/proc/sys/vm/drop_caches" if what == "read" else ""))
+                        guest.ssh("sync" + ("; echo 3 >/proc/sys/vm/drop_caches" if access.what == "read" else ""))
                         before_us = server.used_us()
-                        moved, took_us = fio(guest, what, block, plan.map_mib, *options)
+                        moved, took_us = fio(guest, access.what, access.block, plan.map_mib, *access.options)
                         columns = {"bytes": moved, "us": took_us, "cpu_us": server.used_us() - before_us}
-                        row = Row("map", what, how, "none", number, memory_mib=MEMORY_MIB, block=block, **columns)
+                        row = Row(
+                            case="map",
+                            what=access.what,
+                            how=how,
+                            limit="none",
+                            round=round_number,
+                            memory_mib=MEMORY_MIB,
+                            block=access.block,
+                            **columns,
+                        )
                         env.rows.append(row)
-                env.log(f"map: {number + 1} of {plan.map_rounds}")
+                env.log(f"map: {round_number + 1} of {plan.map_rounds}")
     finally:
         for disk in disks.values():
             disk.unlink(missing_ok=True)

@@ -23,6 +23,9 @@ IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
 SHELL_PORT = 7004
 """Port of the shell that replaces ssh if micro replaces the guest."""
+SLOW_DISK_MIB = 12288
+"""Size of the disk whose rates can be limited."""
+BLOCK_BYTES = 4096
 DATA_BYTES = 1600 << 20
 """Size of the disk with XFS; its file has 1 GiB."""
 
@@ -137,7 +140,17 @@ class CacheEnvironment(Environment):
         self.need(memory_mib=int(memory_mib * 1.1) + 512)
         folder = self.slow.folder if self.slow else self.disk_dir
         image = self.image(IMAGE)
-        return CacheGuest(name, image, memory_mib, index, None, self.netns, self.ram_dir, folder, cache)
+        return CacheGuest(
+            name,
+            image=image,
+            memory_mib=memory_mib,
+            index=index,
+            touch=None,
+            netns=self.netns,
+            ram_dir=self.ram_dir,
+            disk_dir=folder,
+            cache=cache,
+        )
 
     def limit_rates(self, limit: str | None) -> None:
         """Limits the disk to the rates of `limit`, or removes the limit."""
@@ -163,13 +176,14 @@ class CacheEnvironment(Environment):
 
     def from_retained_cache(self, guest: CacheGuest) -> int:
         """Returns the bytes that the guest has read from its retained cache; 0 after a cold reboot."""
-        of_all = 0
+        total = 0
         for disk in ("disk0", "disk1") if guest.data else ("disk0",):
             control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
             status = self.rekindle.call("disk", "status", str(control))
-            became = status["attic"][1] if status["attic"] else status["emptied"]
-            of_all += became["served"] * 4096 if became else 0
-        return of_all
+            # `attic`: blocks still retained, and counts of the others. `emptied`: the counts once none is retained.
+            counts = status["attic"][1] if status["attic"] else status["emptied"]
+            total += counts["served"] * BLOCK_BYTES if counts else 0
+        return total
 
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
         """Reboots the guest and waits until all of its services answer again."""
@@ -187,5 +201,6 @@ def environment(setup: Setup, *, slow: bool = True) -> Iterator[CacheEnvironment
     """
     with ExitStack() as stack:
         space = stack.enter_context(setup.workspace())
-        slow_folder = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
-        yield setup.environment(CacheEnvironment, space, slow=slow_folder)
+        can_limit = slow and can_be_slow()
+        limited_disk = stack.enter_context(slow_disk(space.disk / "slow", SLOW_DISK_MIB)) if can_limit else None
+        yield setup.environment(CacheEnvironment, space, slow=limited_disk)

@@ -61,34 +61,34 @@ class Measurement:
 
     def repeat(self, access: FileAccess, rounds: int, ways: tuple[str, ...] = (WARM, COLD)) -> None:
         """Accesses the file around a reboot of each way, for `rounds` rounds."""
-        for number in range(rounds):
-            for how in turns(number, ways):
-                self.around_reboot(access, how, number)
-            self.env.log(f"{self.case}: {self.limit}: {access.what} of {access.block}, {number + 1} of {rounds}")
+        for round_number in range(rounds):
+            for how in turns(round_number, ways):
+                self.around_reboot(access, how, round_number)
+            self.env.log(f"{self.case}: {self.limit}: {access.what} of {access.block}, {round_number + 1} of {rounds}")
 
-    def around_reboot(self, access: FileAccess, how: str, number: int) -> None:
+    def around_reboot(self, access: FileAccess, how: str, round_number: int) -> None:
         """Accesses the file twice before a reboot and twice after it; appends rows, one with the host's peak memory."""
-        self._access(access, how, number, at=-2)
-        self._access(access, how, number, at=-1)
+        self._access(access, how, round_number, at=-2)
+        self._access(access, how, round_number, at=-1)
         with Watch(self.guest.name, self.env.ram_dir) as watch:
             report = self.env.reboot(self.guest, WARM if how == WARM else COLD)
             settle(self.guest)
-            self._access(access, how, number, at=1)
-        self.append_memory(watch, how, number, report.get("steps", []))
-        self._access(access, how, number, at=2)
+            self._access(access, how, round_number, at=1)
+        self.append_memory(watch, how, round_number, report.get("steps", []))
+        self._access(access, how, round_number, at=2)
 
-    def _access(self, access: FileAccess, how: str, number: int, at: int) -> None:
+    def _access(self, access: FileAccess, how: str, round_number: int, at: int) -> None:
         moved, took_us = fio(self.guest, access.what, access.block, access.mib)
-        self._append(access.what, how, number, at=at, block=access.block, bytes=moved, us=took_us)
+        self._append(access.what, how, round_number, at=at, block=access.block, bytes=moved, us=took_us)
         if "write" in access.what:
             self.guest.ssh("sync")
 
-    def append_memory(self, watch: Watch, how: str, number: int, steps: object) -> None:
+    def append_memory(self, watch: Watch, how: str, round_number: int, steps: object) -> None:
         """Appends a row with the host's memory at its peak."""
         self._append(
             "memory",
             how,
-            number,
+            round_number,
             bytes=self.env.from_retained_cache(self.guest) if self.guest.cache == "server" else None,
             ram_kib=watch.ram_kib,
             private_kib=watch.private_kib,
@@ -97,8 +97,16 @@ class Measurement:
             steps=steps if isinstance(steps, list) else [],
         )
 
-    def _append(self, what: str, how: str, number: int, **columns: Any) -> None:  # noqa: ANN401
-        row = Row(self.case, what, how, self.limit, number, memory_mib=self.guest.memory_mib, **columns)
+    def _append(self, what: str, how: str, round_number: int, **columns: Any) -> None:  # noqa: ANN401
+        row = Row(
+            case=self.case,
+            what=what,
+            how=how,
+            limit=self.limit,
+            round=round_number,
+            memory_mib=self.guest.memory_mib,
+            **columns,
+        )
         self.env.rows.append(row)
 
 

@@ -85,9 +85,21 @@ def helper_back(env: CacheEnvironment, plan: Plan) -> None:
             time.sleep(plan.kill_every_s)
             if load.done():
                 break
-            row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(env, guest))
+            row = Row(
+                case="helper",
+                what="kill",
+                how="server",
+                limit="none",
+                round=number,
+                memory_mib=guest.memory_mib,
+                us=kill(env, guest),
+            )
             env.rows.append(row)
         verified = load.result()
         totals = {"bytes": verified.bytes_read, "errors": verified.errors}
-        env.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **totals))
+        env.rows.append(
+            Row(
+                case="helper", what="verify", how="server", limit="none", round=0, memory_mib=guest.memory_mib, **totals
+            )
+        )
         env.log(f"helper: {plan.kills} kills, {verified.errors} errors in {verified.bytes_read} bytes")

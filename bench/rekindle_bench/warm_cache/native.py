@@ -1,4 +1,7 @@
-"""The case: disk servers without a guest, Rekindle's and QEMU's storage daemon, with one client at native speed."""
+"""The cases `native` and `attic`: disk servers without a guest, with one client at native speed.
+
+The servers are Rekindle's and QEMU's storage daemon (`qsd`). The client is an example program of the crate `disk`.
+"""
 
 import json
 import shutil
@@ -30,14 +33,16 @@ class Kind:
     what: str
     order: str
     block: int
+    """Bytes per request."""
     depth: int
+    """Requests that are under way at a time."""
 
 
 KINDS = (
-    Kind("read", "random", 4096, 32),
-    Kind("read", "in-order", 1 << 20, 8),
-    Kind("write", "random", 4096, 32),
-    Kind("write", "in-order", 1 << 20, 8),
+    Kind("read", order="random", block=4096, depth=32),
+    Kind("read", order="in-order", block=1 << 20, depth=8),
+    Kind("write", order="random", block=4096, depth=32),
+    Kind("write", order="in-order", block=1 << 20, depth=8),
 )
 
 
@@ -94,8 +99,8 @@ def daemon(env: CacheEnvironment, device: Path, aio: str) -> AbstractContextMana
     return _process(command, socket, env.work / "qsd.log")
 
 
-def ask(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
-    """Runs the client; returns its report."""
+def run_client(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
+    """Runs the client on the first `span_mib` of the server's disk; returns its report."""
     client = env.rekindle.binary.parent / "examples" / "native"
     command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
     command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
@@ -105,9 +110,18 @@ def ask(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *optio
     return json.loads(result.stdout)
 
 
-def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
+def _row(what: Kind, how: str, round_number: int, report: dict[str, int]) -> Row:
     columns = {"bytes": report["bytes"], "us": report["ns"] // 1000, "cpu_us": report["server_cpu_ns"] // 1000}
-    return Row("native", what.what, how, "none", number, block=what.block, requests=report["requests"], **columns)
+    return Row(
+        case="native",
+        what=what.what,
+        how=how,
+        limit="none",
+        round=round_number,
+        block=what.block,
+        requests=report["requests"],
+        **columns,
+    )
 
 
 @contextmanager
@@ -131,13 +145,13 @@ def native(env: CacheEnvironment, plan: Plan) -> None:
     """Measures windows with each server in turn."""
     ways = ("server", *PEERS)
     with medium(env, plan.span_mib) as device:
-        for number in range(plan.native):
-            for how in ways if number % 2 == 0 else ways[::-1]:
+        for round_number in range(plan.native):
+            for how in ways if round_number % 2 == 0 else ways[::-1]:
                 with daemon(env, device, PEERS[how]) if how in PEERS else ours(env, device) as server:
                     for kind in KINDS:
-                        report = ask(env, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
-                        env.rows.append(_row(kind, how, number, report))
-            env.log(f"native: {number + 1} of {plan.native}")
+                        report = run_client(env, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
+                        env.rows.append(_row(kind, how, round_number, report))
+            env.log(f"native: {round_number + 1} of {plan.native}")
 
 
 def retained(env: CacheEnvironment, plan: Plan) -> None:
@@ -146,19 +160,19 @@ def retained(env: CacheEnvironment, plan: Plan) -> None:
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
     with medium(env, plan.span_mib) as device, ours(env, device) as server:
         control = f"{server.socket}.control"
-        for number in range(plan.retained):
+        for round_number in range(plan.retained):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
-                ask(env, server, kind, plan.span_mib, *every)
+                run_client(env, server, kind, plan.span_mib, *every)
                 _idle(env, control)
                 env.rekindle.call("disk", "keep", control)
-                report = ask(env, server, kind, plan.span_mib, *every, option)
+                report = run_client(env, server, kind, plan.span_mib, *every, option)
                 _idle(env, control)
                 status = env.rekindle.call("disk", "status", control)
                 served = (status["attic"] or [0, status["emptied"]])[1]["served"]
                 if served * 4096 != report["bytes"]:
                     raise RekindleError(f"{served} blocks came from the retained cache, not {report['bytes'] // 4096}")
                 env.rekindle.call("disk", "drop", control)
-                env.rows.append(_row(kind, how, number, report))
+                env.rows.append(_row(kind, how, round_number, report))
         env.log(f"attic: {plan.retained}")
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rekindle_lab.slow import Limit
 
-LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
+LIMITS = {"paper": Limit(bytes_per_s=90_000_000), "cloud": Limit(bytes_per_s=125_000_000, operations_per_s=3000)}
 """Rates of the paper's disk, and of a volume in a cloud."""
 
 
@@ -13,7 +13,9 @@ class FileAccess:
     """One kind of access to a file, before and after reboots."""
 
     what: str
+    """As in `Row.what`."""
     block: int
+    """Bytes per request."""
     mib: int
     """Size of the file in MiB."""
     rounds: int
@@ -27,14 +29,21 @@ class Plan:
     native: int
     """Windows of each server and kind of request."""
     native_s: float
+    """Duration of such a window."""
     retained: int
+    """Reads of the whole retained cache, without a guest."""
     files: tuple[FileAccess, ...]
+    """Accesses to a file on ext4."""
     limits: tuple[str, ...]
+    """Names in `LIMITS`. All but the first have fewer rounds."""
     folios: tuple[FileAccess, ...]
     """Accesses to a file on XFS."""
     peers: tuple[FileAccess, ...]
+    """Accesses to a file with QEMU's own disk."""
     map_rounds: int
+    """Pairs of accesses with and without a block map."""
     map_mib: int
+    """Size of the file that is accessed in a pair."""
     tpch: int
     """Reboots of each way."""
     tpch_runs: int
@@ -62,21 +71,21 @@ FULL = Plan(
     native_s=2.0,
     retained=10,
     files=(
-        FileAccess("read", 4096, 1024, 5),
-        FileAccess("read", 1 << 20, 1024, 5),
-        FileAccess("read", 2048, 512, 2),
-        FileAccess("read", 1024, 256, 2),
-        FileAccess("read", 512, 128, 2),
-        FileAccess("write", 4096, 256, 2),
-        FileAccess("write", 2048, 256, 2),
-        FileAccess("write", 1024, 256, 2),
-        FileAccess("write", 512, 128, 2),
-        FileAccess("mmap-read", 4096, 512, 2),
-        FileAccess("mmap-write", 4096, 256, 2),
+        FileAccess("read", block=4096, mib=1024, rounds=5),
+        FileAccess("read", block=1 << 20, mib=1024, rounds=5),
+        FileAccess("read", block=2048, mib=512, rounds=2),
+        FileAccess("read", block=1024, mib=256, rounds=2),
+        FileAccess("read", block=512, mib=128, rounds=2),
+        FileAccess("write", block=4096, mib=256, rounds=2),
+        FileAccess("write", block=2048, mib=256, rounds=2),
+        FileAccess("write", block=1024, mib=256, rounds=2),
+        FileAccess("write", block=512, mib=128, rounds=2),
+        FileAccess("mmap-read", block=4096, mib=512, rounds=2),
+        FileAccess("mmap-write", block=4096, mib=256, rounds=2),
     ),
     limits=("paper", "cloud"),
-    folios=(FileAccess("read", 1 << 20, 1024, 5), FileAccess("read", 4096, 1024, 3)),
-    peers=(FileAccess("read", 4096, 1024, 3), FileAccess("write", 2048, 512, 2)),
+    folios=(FileAccess("read", block=1 << 20, mib=1024, rounds=5), FileAccess("read", block=4096, mib=1024, rounds=3)),
+    peers=(FileAccess("read", block=4096, mib=1024, rounds=3), FileAccess("write", block=2048, mib=512, rounds=2)),
     map_rounds=16,
     map_mib=256,
     tpch=4,
@@ -90,7 +99,7 @@ QUICK = Plan(
     native=4,
     native_s=1.0,
     retained=3,
-    files=(FileAccess("read", 4096, 1024, 1), FileAccess("read", 1 << 20, 1024, 1)),
+    files=(FileAccess("read", block=4096, mib=1024, rounds=1), FileAccess("read", block=1 << 20, mib=1024, rounds=1)),
     limits=("paper",),
     folios=(),
     peers=(),

@@ -35,7 +35,7 @@ def run_queries(guest: CacheGuest) -> PowerRun:
     script = f"cat >/run/tpch.sql <<'SQL'\n\\set ON_ERROR_STOP on\n\\timing on\n\\o /dev/null\n{queries}\nSQL\n"
     script += "date +%s.%N; psql -U postgres -h /var/run/postgresql -f /run/tpch.sql tpch; date +%s.%N"
     lines = guest.ssh(script).split("\n")
-    times_ms = [float(found[1]) for line in lines if (found := re.match(r"Time: ([0-9.]+) ms", line))]
+    times_ms = [float(time[1]) for line in lines if (time := re.match(r"Time: ([0-9.]+) ms", line))]
     stamps_s = [float(line) for line in lines if re.fullmatch(r"\d+\.\d+", line)]
     if len(times_ms) != QUERIES or len(stamps_s) != 2:
         raise RekindleError(f"tpch: {len(times_ms)} of {QUERIES} queries have a time")
@@ -44,24 +44,24 @@ def run_queries(guest: CacheGuest) -> PowerRun:
 
 
 def tpch(env: CacheEnvironment, plan: Plan) -> None:
-    """Measures runs of all queries around each reboot. In the rows, `at` is -2, -1, 1 and 2."""
+    """Measures runs of all queries around each reboot. In the rows, `at` is -2, -1, 1 and 2: index of the run."""
     limit = plan.limits[0]
     with env.on_limited_disk(env.cached("tpch", MEMORY_MIB, 5), limit) as guest:
 
-        def measure(how: str, number: int, at: int) -> None:
+        def measure(how: str, round_number: int, at: int) -> None:
             run = run_queries(guest)
             served = env.from_retained_cache(guest) if at == 1 and how == WARM else None
             columns = {"memory_mib": guest.memory_mib, "bytes": served, "us": run.took_us, "steps": run.steps}
-            env.rows.append(Row("tpch", "tpch", how, limit, number, at, **columns))
+            env.rows.append(Row(case="tpch", what="tpch", how=how, limit=limit, round=round_number, at=at, **columns))
 
         run_queries(guest)  # fills the guest's cache
-        for number in range(plan.tpch):
-            for how in turns(number, (WARM, COLD, COLD_READ)):
+        for round_number in range(plan.tpch):
+            for how in turns(round_number, (WARM, COLD, COLD_READ)):
                 for at in range(-plan.tpch_runs, 0):
-                    measure(how, number, at)
+                    measure(how, round_number, at)
                 env.reboot(guest, WARM if how == WARM else COLD)
                 if how == COLD_READ:
                     guest.ssh(READ_ALL)
                 for at in range(1, plan.tpch_runs + 1):
-                    measure(how, number, at)
-            env.log(f"tpch: {number + 1} of {plan.tpch}")
+                    measure(how, round_number, at)
+            env.log(f"tpch: {round_number + 1} of {plan.tpch}")

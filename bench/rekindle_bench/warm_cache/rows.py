@@ -13,12 +13,13 @@ WAYS = ("warm-cache", "cold", "writeback", "none")
 two cache modes."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One measurement. Names end in the unit."""
 
     case: str
-    """Name of the case."""
+    """`files` (rows of the cases `read`, `small`, `write`, `mmap`, `cloud`), `native` (also rows of the case `attic`),
+    or the name of another case."""
     what: str
     """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one byte per page), `tpch`, `http`, `memory`; `kill` (of a
     server: until a server serves again) and `verify` (data that was read and verified meanwhile)."""
@@ -37,6 +38,7 @@ class Row:
     bytes: int | None = None
     """Bytes moved. For `memory`, and for a first run of `tpch`: bytes from the retained cache."""
     us: int | None = None
+    """Duration of the access, run or window; for `kill` see `what`."""
     requests: int | None = None
     cpu_us: int | None = None
     """Processor time of the server during the measurement."""
@@ -53,6 +55,7 @@ class Row:
     errors: int | None = None
     """Errors of the verification."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """For `memory`: the steps of the reboot. For `tpch`: the queries. Each has `step` and `us` (its duration)."""
 
 
 def read(path: Path) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Samples the host's memory for a guest every 50 ms, in a background thread."""
+"""Samples the host's memory for a guest every 50 ms, in a background thread: `Watch`, at the end."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ def files_in(pids: list[int], device: int) -> int:
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 status = descriptor.stat()
                 if status.st_dev == device:
-                    sizes[status.st_ino] = status.st_blocks * 512
+                    sizes[status.st_ino] = status.st_blocks * 512  # the unit of st_blocks
         except OSError:
             continue
     return sum(sizes.values())
@@ -53,15 +53,15 @@ def private_kib(pid: int) -> int:
 
 def code_kib(pid: int) -> int:
     """Returns the KiB in mappings that are writable and executable: code that an emulation has translated."""
-    total, counts = 0, False
+    total, is_counted = 0, False
     try:
         lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
     except OSError:
         return 0
     for line in lines:
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = line.split()[1].startswith("rwx")
-        elif counts and line.startswith("Rss:"):
+            is_counted = line.split()[1].startswith("rwx")
+        elif is_counted and line.startswith("Rss:"):
             total += int(line.split()[1])
     return total
 
@@ -84,16 +84,16 @@ class Watch:
         """`mark`: see `processes`. `ram_dir`: the folder of guest memory."""
         self.ram_kib = self.private_kib = self.code_kib = 0
         self._mark, self._device = mark, ram_dir.stat().st_dev
-        self._over = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        seldom, pids, code = 0.0, [], 0
-        while not self._over.wait(EVERY_S):
-            if time.monotonic() > seldom:
+        next_slow_sample, pids, code = 0.0, [], 0
+        while not self._stopping.wait(EVERY_S):
+            if time.monotonic() > next_slow_sample:
                 pids = processes(self._mark)
                 code = sum(code_kib(pid) for pid in pids)
-                seldom = time.monotonic() + SELDOM_S
+                next_slow_sample = time.monotonic() + SELDOM_S
             ram, private = files_in(pids, self._device) // 1024, sum(private_kib(pid) for pid in pids)
             if ram + private - code > self.ram_kib + self.private_kib - self.code_kib:
                 self.ram_kib, self.private_kib, self.code_kib = ram, private, code
@@ -105,5 +105,5 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         """Ends sampling."""
-        self._over.set()
+        self._stopping.set()
         self._thread.join()

@@ -24,25 +24,27 @@ def http(env: CacheEnvironment, plan: Plan) -> None:
     with env.ours(env.cached("http", MEMORY_MIB, 6)) as guest:
         # Disabled because PostgreSQL would start while the web server already serves files.
         guest.ssh("systemctl disable --now postgresql@15-main")
-        paths = [STAND_IN_FILE if guest.stands_in else f"/many/{number:04}" for number in range(plan.web_files)]
+        paths = [STAND_IN_FILE if guest.stands_in else f"/many/{index:04}" for index in range(plan.web_files)]
         with env.limited(limit), Client(guest.netns, guest.address, paths) as client:
             client.wait(len(paths))
-            for number in range(plan.http):
-                for how in turns(number, (WARM, COLD)):
+            for round_number in range(plan.http):
+                for how in turns(round_number, (WARM, COLD)):
                     # All files are requested once more, so that all are cached, also after a cold reboot.
                     client.wait(len(paths))
                     began = time.monotonic()
                     time.sleep(plan.http_s)
-                    rebooted = time.monotonic()
+                    reboot_began = time.monotonic()
                     with Watch(guest.name, env.ram_dir) as watch:
                         steps = env.reboot(guest, how).get("steps", [])
-                        well = time.monotonic()
+                        services_answered = time.monotonic()
                         time.sleep(plan.http_s)
                     for second, requests, moved, took_us in rates(
-                        client.answers, began, rebooted, well, time.monotonic()
+                        client.answers, began, reboot_began, services_answered, time.monotonic()
                     ):
                         columns = {"bytes": moved, "us": took_us, "requests": requests, "second": second}
                         columns |= {"memory_mib": guest.memory_mib, "block": FILE_BYTES}
-                        env.rows.append(Row("http", "http", how, limit, number, **columns))
-                    Measurement(env, guest, "http", limit).append_memory(watch, how, number, steps)
-                env.log(f"http: {number + 1} of {plan.http}")
+                        env.rows.append(
+                            Row(case="http", what="http", how=how, limit=limit, round=round_number, **columns)
+                        )
+                    Measurement(env, guest, "http", limit).append_memory(watch, how, round_number, steps)
+                env.log(f"http: {round_number + 1} of {plan.http}")
