@@ -4,8 +4,9 @@
 
 use crate::loops;
 use crate::resource::Resource;
-use rekindle_protect::moving::source::{MoveSettings, start};
+use rekindle_protect::moving::source::MoveSettings;
 use rekindle_protect::moving::{MoveError, MoveEvent, MoveReport, RemoteHost};
+use rekindle_reboot::moving::start;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use std::sync::Arc;

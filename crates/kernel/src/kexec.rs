@@ -2,7 +2,7 @@
 
 use rustix::fd::AsRawFd;
 use std::ffi::{CString, c_int, c_long, c_ulong};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::path::Path;
 
@@ -46,14 +46,6 @@ pub fn unload() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns whether a kernel is loaded.
-///
-/// # Errors
-/// `NotFound` when the running kernel was built without kexec.
-pub fn is_loaded() -> io::Result<bool> {
-    Ok(fs::read_to_string("/sys/kernel/kexec_loaded")?.trim() == "1")
-}
-
 /// # Safety
 /// `command_line` is empty or ends with a zero byte.
 unsafe fn kexec_file_load(kernel: c_int, initrd: c_int, command_line: &[u8], flags: c_ulong) -> c_long {
@@ -71,7 +63,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vmlinuz");
         assert!(load(&path, None, "").unwrap_err().to_string().contains("vmlinuz"));
-        fs::write(&path, [0; 4096]).unwrap();
+        std::fs::write(&path, [0; 4096]).unwrap();
         // Without the privilege, or without kexec in this kernel, the load fails for another reason; the error names
         // the file in any case.
         assert!(load(&path, None, "quiet").unwrap_err().to_string().contains("vmlinuz"));

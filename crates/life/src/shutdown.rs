@@ -25,7 +25,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a QEMU's greeting before `quit`.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-const AGENT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Limit for the agent to accept the request to shut down. A busy guest takes seconds.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a guest is to be ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -129,7 +130,7 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
 fn request_by_agent(vmm: &Vmm, patience: Duration) -> bool {
     // If no program in the guest has opened the agent's port, there is no answer to wait for.
     let listens = vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| agent::is_listening(&mut qmp).unwrap_or(true));
-    listens && agent::shut_down(&vmm.directory().agent(), AGENT_TIMEOUT.min(patience)).is_ok()
+    listens && agent::shut_down(&vmm.directory().agent(), AGENT_TIMEOUT.min(patience / 2)).is_ok()
 }
 
 /// Returns whether QEMU has pressed the guest's ACPI power button.

@@ -140,18 +140,6 @@ impl Recipe {
         *hardware = Hardware { name: hardware.name.clone(), ram, nets, vm_generation: generation, ..theirs.clone() };
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
-
-    /// Returns whether the guest has a writable disk.
-    #[must_use]
-    pub fn writes_disks(&self) -> bool {
-        self.hardware.disks.iter().any(|disk| !disk.readonly)
-    }
-
-    /// Returns whether all network backends are of a kind that every host has.
-    #[must_use]
-    pub fn only_user_networks(&self) -> bool {
-        self.hardware.nets.iter().all(|net| matches!(net.backend, NetBackend::User(_)))
-    }
 }
 
 /// The kind of backend that a network card needs.

@@ -11,6 +11,8 @@
 //!
 //! [`libvirt`] replaces the QEMU process of a domain that libvirt manages.
 //!
+//! [`moving`] moves a VM to another host, and gives a guest that stays its disks back.
+//!
 //! [`recover`] finishes or undoes interrupted operations.
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
@@ -20,6 +22,7 @@ pub mod error;
 pub mod host;
 pub(crate) mod interrupted;
 pub mod libvirt;
+pub mod moving;
 pub mod os;
 pub mod recover;
 pub mod vmm;

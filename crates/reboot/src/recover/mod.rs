@@ -15,6 +15,7 @@ use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers};
 use crate::libvirt::recover::recover_replacement;
+use crate::moving::reconnect_disks;
 use crate::os::KexecRecovery;
 use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::{boot_after_loss, recover_cold, recover_handover};
@@ -40,6 +41,15 @@ use rekindle_vm::status::{Status, status};
 /// # Errors
 /// [`RebootError`]; [`RebootError::needs_recovery`] if a QEMU that may run the guest does not answer.
 pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+    let recovered = recover_locked(host, name, policy)?;
+    if recovered == Recovered::MovedBack {
+        reconnect_disks(host, name)?;
+    }
+    Ok(recovered)
+}
+
+/// As [`recover`]. A guest that a move has left here may not have its disks yet.
+fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };

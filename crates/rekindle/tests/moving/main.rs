@@ -10,7 +10,7 @@ mod managed;
 
 use common::protector::{Protector, pager};
 use common::served::{image, read, section};
-use common::{CommandResult, DEADLINE, Guest, Lab, Watch, observe, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, Watch, observe, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -62,8 +62,12 @@ impl Pair {
     }
 
     fn boot(&self) -> Guest<'_> {
+        self.boot_in(qemu_new())
+    }
+
+    fn boot_in(&self, qemu: &Path) -> Guest<'_> {
         let definition = self.here.path(&format!("{}.toml", self.name));
-        self.here.rekindle(["run", definition.to_str().unwrap()]).ok();
+        self.here.rekindle(["run", definition.to_str().unwrap(), "--qemu", qemu.to_str().unwrap()]).ok();
         let guest = self.guest(&self.here);
         guest.wait_ready();
         guest
@@ -325,7 +329,9 @@ fn only_one_move_runs_at_a_time_and_a_disk_without_a_server_is_rejected() {
 #[test]
 fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_guest_runs() {
     let pair = Pair::new("decided");
-    let guest = pair.boot();
+    // An old QEMU does not use a disk again whose server ended while the guest was stopped: it is replaced.
+    let guest = pair.boot_in(qemu_old());
+    let first_qemu = guest.only_qemu().process.pid;
     guest.touch("8M");
     let script = fs::read_to_string(pair.there.path("ssh")).unwrap();
     // The messages to the other host go through a pipe, which breaks at the order to resume.
@@ -338,6 +344,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     breaks("");
     let moved = pair.run(&pair.here, &pair.there, &[]).status(1);
     moved.prints(&["has not taken decided", "was resumed here", "the connection to b has broken"]);
+    assert_ne!(guest.only_qemu().process.pid, first_qemu);
     guest.verify();
     assert_cache_matches_disk(&guest);
     guest.assert_sound();

@@ -100,7 +100,7 @@ fn reboot(guest: &Guest<'_>) -> Value {
 fn reboot_by(guest: &Guest<'_>, end: &str, ended: &str) -> Value {
     let report =
         guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase", "--end", end]).ok().json();
-    assert_eq!(report["ended"], ended, "{report}");
+    assert_eq!(report["ended"], ended, "{report}\n{}", guest.lab.state_report());
     guest.wait_ready();
     wait_booted(guest);
     report["phase"].clone()
