@@ -43,19 +43,19 @@ fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
         let mut victim = Victim::start(kind);
         let injector = victim.injector();
         let instruction = injector.gadgets.call_and_return;
-        for _ in 0..200 {
-            if !victim.process.is_alive() {
-                break;
+        let disturb = || {
+            for _ in 0..200 {
+                let mut tracee = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD)?;
+                if !tracee.halt(in_a_minute())? || !tracee.prepare_return(victim.process, injector.gadgets.restorer)? {
+                    break;
+                }
+                let _ = tracee.enter_call(instruction, exit_group(), Instant::now());
             }
-            let Ok(mut tracee) = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD) else { break };
-            if !tracee.halt(in_a_minute()).unwrap_or(false) {
-                break;
-            }
-            if !tracee.prepare_return(victim.process, injector.gadgets.restorer).unwrap_or(false) {
-                break;
-            }
-            let _ = tracee.enter_call(instruction, exit_group(), Instant::now());
-        }
+            io::Result::Ok(())
+        };
+        // A victim that has ended is released when its tracing thread ends.
+        let result = std::thread::scope(|scope| scope.spawn(disturb).join()).unwrap();
+        assert!(result.is_ok() || kind == "compute", "{kind}: {result:?}");
         if kind != "compute" {
             victim.send_byte();
         }
