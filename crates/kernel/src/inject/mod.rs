@@ -28,7 +28,7 @@
 //!
 //! If the tracing process is killed, the kernel detaches and the thread continues with the registers that it has. If
 //! they are those of an injected call, the thread makes the call, and then restores its own registers from a signal
-//! frame on its stack ([`frame`]): it continues as after a signal handler. Compared with a tracer that lives:
+//! frame on its stack (`frame.rs`): it continues as after a signal handler. Compared with a tracer that lives:
 //!
 //! - An interrupted call is made again from the beginning, with its whole time-out. If it had been interrupted before,
 //!   only the kernel knows which call it was: it returns `EINTR`.
