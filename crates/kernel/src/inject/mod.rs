@@ -38,8 +38,8 @@
 //! - A tracer that dies between the stop of a thread and its first request to it leaves the `EINTR` of the calls that
 //!   Linux does not restart, as after `SIGSTOP` and `SIGCONT`.
 //!
-//! Threads whose stacks have no room for the frame (3 KiB; with AMX 12 KiB) are not chosen. Processes with shadow stacks
-//! and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
+//! Threads whose stacks have no room for the frame (3 KiB; with AMX 12 KiB) are not chosen. Processes with shadow
+//! stacks and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
 
 mod error;
 mod frame;
@@ -104,8 +104,8 @@ impl Injector {
     /// Finds the instructions through which `process` will make the calls.
     ///
     /// # Errors
-    /// [`InjectError::Gone`], [`InjectError::Forbidden`], or [`InjectError::Unfit`] if it could not survive the death of
-    /// the tracer.
+    /// [`InjectError::Gone`], [`InjectError::Forbidden`], or [`InjectError::Unfit`] if it could not survive the death
+    /// of the tracer.
     pub fn new(process: Process) -> Result<Self, InjectError> {
         Ok(Self { process, gadgets: gadgets::find(process)? })
     }

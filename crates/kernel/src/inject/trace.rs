@@ -157,8 +157,8 @@ impl Tracee {
         Ok(true)
     }
 
-    /// Writes the signal frame from which the thread restores itself if the tracer dies during an injected call. Returns
-    /// `false` if the stack has no room.
+    /// Writes the signal frame from which the thread restores itself if the tracer dies during an injected call.
+    /// Returns `false` if the stack has no room.
     pub(super) fn prepare_return(&mut self, process: Process, restorer: u64) -> io::Result<bool> {
         let Some(registers) = self.own_registers else { return Ok(false) };
         let extended_registers = self.extended_registers()?;
