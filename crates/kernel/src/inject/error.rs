@@ -35,7 +35,7 @@ pub enum InjectError {
         /// Command name of the tracing process.
         name: String,
     },
-    /// The process is not a 64-bit process of x86-64, or has no vDSO.
+    /// The process is not a 64-bit process of x86-64, or it has no C library or has shadow stacks.
     #[error("process {pid} cannot be made to do system calls: {why}")]
     Unfit {
         /// Number of the process.
@@ -57,7 +57,7 @@ pub enum InjectError {
     /// No thread stopped in time.
     #[error(
         "none of the threads of process {pid} could be stopped within {} ms each: it waits in the kernel (for a disk, or \
-         for memory that a pager does not supply)",
+         for memory that a pager does not supply), or its stacks are full",
         STOP_TIMEOUT.as_millis()
     )]
     Stuck {

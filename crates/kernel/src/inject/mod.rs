@@ -2,7 +2,7 @@
 //!
 //! Some operations are possible only inside the process itself: replacing one of its descriptors, opening a userfaultfd
 //! for its memory, closing a descriptor. [`Injector`] stops one thread of the process with ptrace for 50 to 100 µs,
-//! makes it execute the calls through the `syscall` instruction of its vDSO, and resumes it at the instruction where it
+//! makes it execute the calls through a `syscall; ret` of its C library, and resumes it at the instruction where it
 //! stopped.
 //!
 //! The process can notice only the time that this takes:
@@ -26,18 +26,31 @@
 //! thread is released, and the call is reported as not done. One wait can exceed its deadline: a thread inside the
 //! kernel that cannot be interrupted, since its registers cannot be restored at that point.
 //!
-//! If the tracing process is killed, the kernel detaches and the thread continues. From the first register written to
-//! the last one restored (median 15 µs, ten times that on a busy machine), the thread would continue inside the vDSO
-//! with the registers of the injected call. Only a death of the whole tracing process in that interval has this effect,
-//! since the tracing thread blocks all signals. `PTRACE_O_EXITKILL` is never set.
+//! If the tracing process is killed, the kernel detaches and the thread continues with the registers that it has. If
+//! they are those of an injected call, the thread makes the call, and then restores its own registers from a signal
+//! frame on its stack (`frame.rs`): it continues as after a signal handler. Compared with a tracer that lives:
+//!
+//! - An interrupted call is made again from the beginning, with its whole time-out. If it had been interrupted before,
+//!   only the kernel knows which call it was: it returns `EINTR`.
+//! - A signal handler that runs before the frame is used does not end an interrupted call.
+//! - A seccomp filter is no longer suspended. It checks the injected call if the thread has not entered it yet. QEMU's
+//!   own filter (`-sandbox`) denies none of the calls that we inject.
+//! - A tracer that dies between the stop of a thread and its first request to it leaves the `EINTR` of the calls that
+//!   Linux does not restart, as after `SIGSTOP` and `SIGCONT`.
+//!
+//! Threads whose stacks have no room for the frame (3 KiB; with AMX 12 KiB) are not chosen. Processes with shadow
+//! stacks and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
 
 mod error;
+mod frame;
+mod gadgets;
 mod thread;
 mod trace;
 
 pub use error::InjectError;
 
 use crate::process::Process;
+use gadgets::Gadgets;
 use nix::sys::signal::SigSet;
 use std::io;
 use std::time::{Duration, Instant};
@@ -84,16 +97,17 @@ impl Call {
 #[derive(Debug, Clone, Copy)]
 pub struct Injector {
     process: Process,
-    syscall_instruction: u64,
+    gadgets: Gadgets,
 }
 
 impl Injector {
-    /// Finds the `syscall` instruction in the vDSO of `process`.
+    /// Finds the instructions through which `process` will make the calls.
     ///
     /// # Errors
-    /// [`InjectError::Gone`], [`InjectError::Forbidden`], [`InjectError::Unfit`].
+    /// [`InjectError::Gone`], [`InjectError::Forbidden`], or [`InjectError::Unfit`] if it could not survive the death
+    /// of the tracer.
     pub fn new(process: Process) -> Result<Self, InjectError> {
-        Ok(Self { process, syscall_instruction: thread::syscall_instruction(process)? })
+        Ok(Self { process, gadgets: gadgets::find(process)? })
     }
 
     /// Returns the process into which calls are injected.
@@ -168,16 +182,21 @@ impl Injector {
         if !thread::is_thread_of(self.process, tid) {
             return Ok(None);
         }
-        match tracee.halt(Instant::now() + STOP_TIMEOUT) {
-            Ok(true) => {}
-            Ok(false) => return Ok(None),
-            Err(e) if e.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
-            Err(source) => return Err(InjectError::Trace { pid, what: "stop it", source }),
+        let is_done = |step: io::Result<bool>, what| match step {
+            Err(e) if e.raw_os_error() == Some(libc::ESRCH) => Ok(false),
+            step => step.map_err(|source| InjectError::Trace { pid, what, source }),
+        };
+        if !is_done(tracee.halt(Instant::now() + STOP_TIMEOUT), "stop it")? {
+            return Ok(None);
         }
         if !tracee.is_64_bit() {
             return Err(InjectError::Unfit { pid, why: "it is not a 64-bit process" });
         }
         if tracee.in_restartable_sequence(self.process) {
+            return Ok(None);
+        }
+        let is_prepared = tracee.prepare_return(self.process, self.gadgets.restorer);
+        if !is_done(is_prepared, "write a signal frame to its stack")? {
             return Ok(None);
         }
         Ok(Some(StoppedThread { injector: *self, tracee, is_filtered }))
@@ -237,7 +256,7 @@ impl StoppedThread {
             if Instant::now() > deadline {
                 return Err(InjectError::Late { pid, call: call.name });
             }
-            let entered = self.tracee.enter_call(self.injector.syscall_instruction, call, deadline);
+            let entered = self.tracee.enter_call(self.injector.gadgets.call_and_return, call, deadline);
             match entered.map_err(cancelled)? {
                 // If there is no result, a signal interrupted the call before it had an effect. The signal is delivered
                 // first.
@@ -271,7 +290,10 @@ impl StoppedThread {
             if !self.tracee.halt(Instant::now() + STOP_TIMEOUT).map_err(&failed)? {
                 break;
             }
-            if !self.tracee.in_restartable_sequence(self.injector.process) {
+            let Injector { process, gadgets } = self.injector;
+            if !self.tracee.in_restartable_sequence(process)
+                && self.tracee.prepare_return(process, gadgets.restorer).map_err(&failed)?
+            {
                 return Ok(());
             }
             self.tracee.resume().map_err(&failed)?;

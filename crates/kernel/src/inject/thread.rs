@@ -1,12 +1,9 @@
-//! The choice of the thread that makes a system call, and of the `syscall` instruction.
+//! The choice of the thread that makes a system call, and the properties of threads.
 
 use super::InjectError;
-use crate::maps;
-use crate::memory;
 use crate::process::Process;
 use std::fs;
 use std::io;
-use std::ops::Range;
 
 /// `io_pgetevents`, which the libc crate does not define.
 const SYS_IO_PGETEVENTS: i64 = 333;
@@ -143,26 +140,11 @@ pub(super) fn is_thread_of(process: Process, tid: i32) -> bool {
     process.is_alive() && fs::exists(format!("/proc/{}/task/{tid}", process.pid)).unwrap_or(false)
 }
 
-/// Returns the address of a `syscall` instruction (`0f 05`) in the vDSO of `process`.
-pub(super) fn syscall_instruction(process: Process) -> Result<u64, InjectError> {
-    let pid = process.pid;
-    let failed = |what| {
-        move |source: io::Error| match source.kind() {
-            io::ErrorKind::NotFound => InjectError::Gone { pid },
-            io::ErrorKind::PermissionDenied => InjectError::Forbidden { pid, source },
-            _ if source.raw_os_error() == Some(libc::ESRCH) => InjectError::Gone { pid },
-            _ => InjectError::Trace { pid, what, source },
-        }
-    };
-    let maps = maps::of(process).map_err(failed("read its memory map"))?;
-    let vdso = maps.iter().find(|map| map.name == "[vdso]");
-    let Range { start, end } =
-        vdso.map(|map| map.range.clone()).ok_or(InjectError::Unfit { pid, why: "it has no vDSO to call through" })?;
-    let mut code = vec![0; (end - start) as usize];
-    memory::read(process, start, &mut code).map_err(failed("read its vDSO"))?;
-    let offset = code.windows(2).position(|instruction| instruction == [0x0f, 0x05]);
-    let offset = offset.ok_or(InjectError::Unfit { pid, why: "its vDSO has no `syscall` instruction" })?;
-    Ok(start + offset as u64)
+/// Returns whether the processor checks the process's return addresses against a shadow stack.
+pub(super) fn has_shadow_stack(process: Process) -> io::Result<bool> {
+    let text = fs::read_to_string(format!("/proc/{}/status", process.pid))?;
+    let features = text.lines().find_map(|line| line.strip_prefix("x86_Thread_features:"));
+    Ok(features.is_some_and(|features| features.split_whitespace().any(|feature| feature == "shstk")))
 }
 
 #[cfg(test)]

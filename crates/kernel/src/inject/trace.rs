@@ -1,6 +1,10 @@
 //! One thread under ptrace. While it is stopped, its registers are either its own or those of an injected call.
 
 use super::Call;
+use super::frame::{
+    MAX_EXTENDED_BYTES, MIN_EXTENDED_BYTES, RESTART_RESULTS, SYSCALL_INSTRUCTION_BYTES, SignalFrame, ThreadState,
+    end_of_component,
+};
 use crate::memory;
 use crate::process::Process;
 use libc::{c_int, c_long, c_uint, c_void, user_regs_struct};
@@ -12,8 +16,6 @@ use std::time::{Duration, Instant};
 
 /// Makes the kernel restart the system call unless a signal handler runs (`linux/errno.h`; never visible to a program).
 const ERESTARTNOHAND: i64 = 514;
-/// The results with which the kernel restarts a system call (`linux/errno.h`): the call has had no effect.
-const RESTART_RESULTS: [i64; 4] = [-512, -513, -514, -516];
 /// Value of the code segment register in 64-bit programs.
 const USER64_CS: u64 = 0x33;
 /// Time for which a wait for a stop only yields the processor between two polls. Afterwards it sleeps for
@@ -61,9 +63,10 @@ const PTRACE_GET_SYSCALL_INFO: c_uint = 0x420e;
 const OP_ENTRY: u8 = 1;
 const OP_EXIT: u8 = 2;
 const _: () = assert!(size_of::<SyscallInfo>() == 88);
-/// Length of the `syscall` instruction.
-const SYSCALL_INSTRUCTION_BYTES: u64 = 2;
 
+const PTRACE_GETSIGMASK: c_uint = 0x420a;
+/// `NT_X86_XSTATE` of `linux/elf.h`: the register set of all extended registers.
+const EXTENDED_REGISTERS: usize = 0x202;
 const PTRACE_GET_RSEQ_CONFIGURATION: c_uint = 0x420f;
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
 const _: () = assert!(size_of::<user_regs_struct>() == 27 * 8);
@@ -99,6 +102,8 @@ pub(super) struct Tracee {
     tid: c_int,
     /// The thread's own registers while it is stopped.
     own_registers: Option<user_regs_struct>,
+    /// Address of the [`SignalFrame`] that holds them: the stack pointer of injected calls.
+    frame_address: Option<u64>,
     /// Whether the thread's registers are those of an injected call.
     has_injected_registers: bool,
     /// Whether the thread is stopped at entry to a system call. On resumption the kernel executes that call with the
@@ -117,6 +122,7 @@ impl Tracee {
         Ok(Self {
             tid,
             own_registers: None,
+            frame_address: None,
             has_injected_registers: false,
             is_at_entry: false,
             injected_call: None,
@@ -143,8 +149,27 @@ impl Tracee {
             ptrace(libc::PTRACE_CONT, self.tid, 0, stopped.signal as usize)?;
         }
         let mut registers = self.registers()?;
-        make_restartable(&mut registers);
+        if make_restartable(&mut registers) {
+            // Immediately, so that the call is restarted also if the tracer dies before it injects one.
+            self.set_registers(&registers)?;
+        }
         self.own_registers = Some(registers);
+        Ok(true)
+    }
+
+    /// Writes the signal frame from which the thread restores itself if the tracer dies during an injected call.
+    /// Returns `false` if the stack has no room.
+    pub(super) fn prepare_return(&mut self, process: Process, restorer: u64) -> io::Result<bool> {
+        let Some(registers) = self.own_registers else { return Ok(false) };
+        let extended_registers = self.extended_registers()?;
+        let state = ThreadState { registers, signal_mask: self.signal_mask()?, extended_registers };
+        let Some(frame) = SignalFrame::new(state, restorer, end_of_component) else { return Ok(false) };
+        match memory::write(process, frame.address, frame.words.as_flattened()) {
+            Ok(()) => self.frame_address = Some(frame.address),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+            // `ESRCH` if the thread was killed.
+            Err(e) => return self.registers().and(Err(e)),
+        }
         Ok(true)
     }
 
@@ -184,21 +209,18 @@ impl Tracee {
         }
     }
 
-    /// Makes the thread enter `call`, through the `syscall` instruction at address `instruction`.
-    pub(super) fn enter_call(
-        &mut self,
-        instruction: u64,
-        call: Call,
-        deadline: Instant,
-    ) -> Result<EntryStop, Cancelled> {
-        let Some(own_registers) = self.own_registers else {
-            return Err(Cancelled::Failed(io::ErrorKind::InvalidInput.into()));
+    /// Gives the thread the registers of `call`, which it is to make through the `syscall` instruction at address
+    /// `instruction`. [`Tracee::prepare_return`] must have succeeded since the thread stopped.
+    pub(super) fn set_call(&mut self, instruction: u64, call: Call) -> io::Result<()> {
+        let (Some(own_registers), Some(frame_address)) = (self.own_registers, self.frame_address) else {
+            return Err(io::ErrorKind::InvalidInput.into());
         };
         let [rdi, rsi, rdx, r10, r8, r9] = call.arguments;
         // `orig_rax` of -1 means that no system call is in progress. The kernel would otherwise restart a call with
         // these registers.
         let call_registers = user_regs_struct {
             rip: instruction,
+            rsp: frame_address,
             rax: call.number as u64,
             orig_rax: u64::MAX,
             rdi,
@@ -211,7 +233,17 @@ impl Tracee {
         };
         self.injected_call = Some(InjectedCall { instruction, call });
         self.has_injected_registers = true;
-        self.set_registers(&call_registers)?;
+        self.set_registers(&call_registers)
+    }
+
+    /// Makes the thread enter `call`, as for [`Tracee::set_call`].
+    pub(super) fn enter_call(
+        &mut self,
+        instruction: u64,
+        call: Call,
+        deadline: Instant,
+    ) -> Result<EntryStop, Cancelled> {
+        self.set_call(instruction, call)?;
         ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
         let Some(stopped) = wait_for_stop(self.tid, Some(deadline))? else {
             self.stop_and_restore()?;
@@ -333,6 +365,7 @@ impl Tracee {
     /// Resumes a thread that is stopped for a signal, and delivers the signal.
     pub(super) fn deliver(&mut self, signal: c_int) -> io::Result<()> {
         self.own_registers = None;
+        self.frame_address = None;
         ptrace(libc::PTRACE_CONT, self.tid, 0, signal as usize)
     }
 
@@ -362,6 +395,30 @@ impl Tracee {
         Ok(unsafe { registers.assume_init() })
     }
 
+    fn signal_mask(&self) -> io::Result<u64> {
+        let mut mask = 0u64;
+        // SAFETY: the kernel writes as many bytes as the second number states to the address, the size of `mask`.
+        let result = unsafe { libc::ptrace(PTRACE_GETSIGMASK, self.tid, size_of::<u64>(), &raw mut mask) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(mask) }
+    }
+
+    /// Returns the registers of the floating-point and vector units, and those of later extensions.
+    fn extended_registers(&self) -> io::Result<Vec<u64>> {
+        let mut words = vec![0u64; MAX_EXTENDED_BYTES / size_of::<u64>()];
+        let mut buffer = libc::iovec { iov_base: words.as_mut_ptr().cast(), iov_len: MAX_EXTENDED_BYTES };
+        // SAFETY: the kernel writes at most the length of `buffer`, which is that of `words`, and sets the length that
+        // it has written.
+        let result = unsafe { libc::ptrace(libc::PTRACE_GETREGSET, self.tid, EXTENDED_REGISTERS, &raw mut buffer) };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if !(MIN_EXTENDED_BYTES..MAX_EXTENDED_BYTES).contains(&buffer.iov_len) {
+            return Err(io::Error::other(format!("{} bytes of extended registers", buffer.iov_len)));
+        }
+        words.truncate(buffer.iov_len / size_of::<u64>());
+        Ok(words)
+    }
+
     fn set_registers(&self, registers: &user_regs_struct) -> io::Result<()> {
         // SAFETY: the kernel reads one whole user_regs_struct from the address and touches no memory of ours.
         let result = unsafe {
@@ -379,9 +436,6 @@ impl Drop for Tracee {
             let _ = self.cancel();
         }
         let _ = self.restore_registers();
-        if let Some(own_registers) = self.own_registers {
-            let _ = self.set_registers(&own_registers);
-        }
         let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, self.signal as usize);
     }
 }

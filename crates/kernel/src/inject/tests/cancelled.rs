@@ -6,7 +6,7 @@ use super::*;
 fn a_thread_that_is_dropped_at_the_beginning_of_a_call_does_not_do_it_and_continues() {
     for kind in ["read", "epoll-for-ever"] {
         let mut victim = Victim::start(kind);
-        let instruction = victim.injector().syscall_instruction;
+        let instruction = victim.injector().gadgets.call_and_return;
         let mut tracee = stop_first_thread(&victim);
         // If this call were made, it would end the process.
         let stop = tracee.enter_call(instruction, exit_group(), in_a_minute()).unwrap();
@@ -21,7 +21,7 @@ fn a_thread_that_is_dropped_at_the_beginning_of_a_call_does_not_do_it_and_contin
 fn a_call_that_does_not_return_is_interrupted_at_its_deadline() {
     for kind in ["read", "epoll-for-ever"] {
         let mut victim = Victim::start(kind);
-        let instruction = victim.injector().syscall_instruction;
+        let instruction = victim.injector().gadgets.call_and_return;
         let mut tracee = stop_first_thread(&victim);
         assert_eq!(
             tracee.enter_call(instruction, Call::new("pause", libc::SYS_pause, []), in_a_minute()).unwrap(),
@@ -41,17 +41,21 @@ fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
     // cases must be undone.
     for kind in ["read", "epoll-for-ever", "compute"] {
         let mut victim = Victim::start(kind);
-        let instruction = victim.injector().syscall_instruction;
-        for _ in 0..200 {
-            if !victim.process.is_alive() {
-                break;
+        let injector = victim.injector();
+        let instruction = injector.gadgets.call_and_return;
+        let disturb = || {
+            for _ in 0..200 {
+                let mut tracee = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD)?;
+                if !tracee.halt(in_a_minute())? || !tracee.prepare_return(victim.process, injector.gadgets.restorer)? {
+                    break;
+                }
+                let _ = tracee.enter_call(instruction, exit_group(), Instant::now());
             }
-            let Ok(mut tracee) = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD) else { break };
-            if !tracee.halt(in_a_minute()).unwrap_or(false) {
-                break;
-            }
-            let _ = tracee.enter_call(instruction, exit_group(), Instant::now());
-        }
+            io::Result::Ok(())
+        };
+        // A victim that has ended is released when its tracing thread ends.
+        let result = std::thread::scope(|scope| scope.spawn(disturb).join()).unwrap();
+        assert!(result.is_ok() || kind == "compute", "{kind}: {result:?}");
         if kind != "compute" {
             victim.send_byte();
         }
@@ -73,7 +77,7 @@ fn a_process_that_ends_while_it_is_called_into_is_gone() {
                 }
                 stopped_thread
                     .tracee
-                    .enter_call(injector.syscall_instruction, getpid(), in_a_minute())
+                    .enter_call(injector.gadgets.call_and_return, getpid(), in_a_minute())
                     .map(drop)
                     .or_else(expect_gone)?;
                 if kill_at == "exit" {

@@ -4,6 +4,8 @@
 mod cancelled;
 mod program;
 mod refused;
+mod state;
+mod tracer_death;
 mod undisturbed;
 mod verified;
 
@@ -22,6 +24,8 @@ struct Victim {
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
     process: Process,
+    /// What the victim has printed after `started`.
+    started_with: String,
 }
 
 impl Victim {
@@ -41,8 +45,8 @@ impl Victim {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let process = Process::of(wait_line(&mut output, "pid ").parse().unwrap()).unwrap();
-        wait_line(&mut output, "started");
-        Self { input: child.stdin.take(), child, output, process }
+        let started_with = wait_line(&mut output, "started");
+        Self { input: child.stdin.take(), child, output, process, started_with }
     }
 
     fn injector(&self) -> Injector {
@@ -132,7 +136,8 @@ fn exit_group() -> Call {
 /// Stops the victim's first thread without suspending its filters.
 fn stop_first_thread(victim: &Victim) -> Tracee {
     let mut tracee = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD).unwrap();
-    assert!(tracee.halt(Instant::now() + TEST_TIMEOUT).unwrap());
+    assert!(tracee.halt(in_a_minute()).unwrap());
+    assert!(tracee.prepare_return(victim.process, victim.injector().gadgets.restorer).unwrap());
     tracee
 }
 

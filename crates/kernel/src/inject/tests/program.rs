@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn errno() -> i32 {
+pub(super) fn errno() -> i32 {
     io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
@@ -118,6 +118,10 @@ fn run_program(kind: &str) {
             println!("right");
         }
         "read" => read_byte(),
+        "full-stack" => state::read_byte_with_full_stack(),
+        kind if kind.starts_with("state-") => state::hold_state(kind),
+        "dying-tracer" => tracer_death::dying_tracer(),
+        "dying-tracers" => tracer_death::dying_tracers(),
         "compute" => compute(),
         "signals" => signals(),
         "threads" => threads(),

@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn a_call_that_a_filter_denies_gives_the_error_and_the_process_continues() {
     let mut victim = Victim::start("denied");
-    let instruction = victim.injector().syscall_instruction;
+    let instruction = victim.injector().gadgets.call_and_return;
     let mut tracee = stop_first_thread(&victim);
     assert_eq!(tracee.enter_call(instruction, getpid(), in_a_minute()).unwrap(), EntryStop::AtCall);
     assert_eq!(tracee.finish_call(in_a_minute()).unwrap(), Some(-i64::from(libc::EPERM)));
@@ -18,7 +18,7 @@ fn a_call_that_a_filter_denies_gives_the_error_and_the_process_continues() {
 #[test]
 fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result() {
     let mut victim = Victim::start("trapped");
-    let instruction = victim.injector().syscall_instruction;
+    let instruction = victim.injector().gadgets.call_and_return;
     let tracee = stop_first_thread(&victim);
     let call = Call::new("getpid", libc::SYS_getpid, []);
     // `is_filtered` is false, so that the call is made although it is not a harmless one.
