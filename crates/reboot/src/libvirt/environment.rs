@@ -125,8 +125,16 @@ pub(super) fn vcpus(qmp: &mut Qmp) -> Result<Vec<Vcpu>, QmpError> {
     qmp.execute("query-cpus-fast", ())
 }
 
-/// Returns the threads of the virtual processors, which libvirt places one by one.
+/// Returns the threads that libvirt places one by one: those of the virtual processors, and I/O threads.
 pub(super) fn placed_threads(qmp: &mut Qmp) -> Result<Vec<RoleThread>, QmpError> {
-    let role = |vcpu: Vcpu| RoleThread { role: ThreadRole::Vcpu(vcpu.cpu_index), thread: vcpu.thread_id };
-    Ok(vcpus(qmp)?.into_iter().map(role).collect())
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct IoThread {
+        id: String,
+        thread_id: u32,
+    }
+    let io_threads: Vec<IoThread> = qmp.execute("query-iothreads", ())?;
+    let of_vcpu = |vcpu: Vcpu| RoleThread { role: ThreadRole::Vcpu(vcpu.cpu_index), thread: vcpu.thread_id };
+    let of_io = |thread: IoThread| RoleThread { role: ThreadRole::IoThread(thread.id), thread: thread.thread_id };
+    Ok(vcpus(qmp)?.into_iter().map(of_vcpu).chain(io_threads.into_iter().map(of_io)).collect())
 }
