@@ -120,15 +120,19 @@ impl Inventory {
                 inventory.machine.insert(Item::Device(name), kind.into());
             }
         }
-        for object in answers.objects.iter().filter(|object| !is_own(object, "name")) {
-            // The destination has each memory backend in a file.
-            let common = |kind: &str| if kind.starts_with("memory-backend-") { "memory-backend" } else { kind }.into();
-            if let Some(kind) = child_type(object) {
-                inventory.machine.insert(Item::Object(text(object, "name")), common(kind));
-            }
+        for object in &answers.objects {
+            // The destination has each memory backend in a file. Monitors are objects since QEMU 11.
+            let kind = match child_type(object) {
+                None => continue,
+                Some(kind) if kind.starts_with("monitor-") => continue,
+                Some(kind) if kind.starts_with("memory-backend-") => "memory-backend",
+                Some(kind) => kind,
+            };
+            inventory.machine.insert(Item::Object(text(object, "name")), kind.into());
         }
-        for chardev in answers.chardevs.iter().filter(|chardev| !is_own(chardev, "label")) {
-            inventory.machine.insert(Item::CharacterDevice(text(chardev, "label")), Value::Null);
+        let labels = answers.chardevs.iter().map(|chardev| text(chardev, "label"));
+        for label in labels.filter(|label| !label.starts_with(OWN_ID_PREFIX)) {
+            inventory.machine.insert(Item::CharacterDevice(label), Value::Null);
         }
         for backend in &answers.memory {
             inventory.process.insert(Item::MemoryBackend(text(backend, "id")), backend.clone());
@@ -317,10 +321,6 @@ fn child_type(entry: &Value) -> Option<&str> {
     entry.get("type")?.as_str()?.strip_prefix("child<")?.strip_suffix('>')
 }
 
-fn is_own(entry: &Value, name: &str) -> bool {
-    text(entry, name).starts_with(OWN_ID_PREFIX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -422,6 +422,10 @@ mod tests {
         assert_eq!(differences, owned(&["I/O thread iothread1"]));
         let in_a_file = |answers: &mut Answers| answers.objects[2]["type"] = "child<memory-backend-file>".into();
         assert_eq!(changed(in_a_file), (Vec::new(), Vec::new()));
+        let monitor = |answers: &mut Answers| {
+            answers.objects.push(json!({"name": "monitor", "type": "child<monitor-qmp>"}));
+        };
+        assert_eq!(changed(monitor), (Vec::new(), Vec::new()));
         assert_eq!(changed(|answers| drop(answers.objects.pop())).1, owned(&["object pc.ram"]));
         assert_eq!(changed(|answers| drop(answers.devices.pop())).1, owned(&["device balloon0"]));
         assert_eq!(changed(|answers| answers.chardevs[0]["label"] = "x".into()).1.len(), 2);

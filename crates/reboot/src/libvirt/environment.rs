@@ -38,7 +38,7 @@ impl Environment for LibvirtEnvironment<'_> {
         let failed = |source| HandoverError::File { path: self.rundir.vmm(generation).0, source };
         let directory = self.rundir.create_vmm(generation).map_err(failed)?;
         link_log(&directory, self.rundir.name()).map_err(failed)?;
-        let arguments: Vec<OsString> = self.inspected.line.arguments.iter().map(OsString::from).collect();
+        let arguments: Vec<OsString> = self.inspected.baseline.line.arguments.iter().map(OsString::from).collect();
         let binary = &self.inspected.binary.path;
         let descriptors = self.descriptors(&directory).map_err(failed)?;
         let lock = directory.lock();
@@ -57,14 +57,14 @@ impl Environment for LibvirtEnvironment<'_> {
 impl LibvirtEnvironment<'_> {
     /// Opens everything that the destination inherits.
     fn descriptors(&self, directory: &Directory) -> io::Result<Vec<FdMapping>> {
-        let source = self.inspected.adopted.process();
+        let source = self.inspected.baseline.adopted.process();
         let mut mappings = Vec::new();
         let mut add = |parent_fd: OwnedFd, child_fd: RawFd| mappings.push(FdMapping { parent_fd, child_fd });
         // Standard output and error are the pipe of libvirt's logger: the domain's log continues.
         for number in [1, 2] {
             add(descriptor::take(source, number)?, number);
         }
-        for (&number, wanted) in &self.inspected.line.descriptors {
+        for (&number, wanted) in &self.inspected.baseline.line.descriptors {
             add(self.open(directory, source, number, wanted)?, number);
         }
         for listener in &self.inspected.listeners {

@@ -73,7 +73,8 @@ pub fn is_domain(name: &str) -> bool {
 #[must_use]
 pub fn plan_domains(host: &Host, names: &[String], options: &DomainOptions) -> Vec<VmPlan> {
     let plan = |name: &String| -> Result<ReplacementPlan, RebootError> {
-        let preflight::Inspected { adopted, binary, .. } = preflight::inspect(host, name, options)?;
+        let preflight::Inspected { baseline, binary, .. } = preflight::inspect(host, name, options)?;
+        let adopted = baseline.adopted;
         let from = QemuInfo { binary: adopted.binary, version: Some(adopted.version), pid: adopted.pid };
         Ok(ReplacementPlan { from, binary: binary.path, version: binary.version })
     };

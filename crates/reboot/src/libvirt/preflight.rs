@@ -5,7 +5,7 @@ use super::status_file::{DomainRecord, StatusFile};
 use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
-use rekindle_qemu::adopt::Adopted;
+use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::monitor::Monitor;
@@ -30,13 +30,10 @@ pub(super) const DESTINATION_GENERATION: u32 = 2;
 /// A domain whose QEMU can be replaced, as far as that is known without starting another one.
 pub(super) struct Inspected {
     pub status_file: PathBuf,
-    pub record: DomainRecord,
-    pub adopted: Adopted,
     pub baseline: Baseline,
     /// A connection to the source through libvirt.
     pub qmp: Qmp,
     pub environment: ProcessEnvironment,
-    pub line: CommandLine,
     pub listeners: Vec<PassedListener>,
     pub forwards: Vec<ForwardedPort>,
     pub daemon: DaemonRecord,
@@ -71,7 +68,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     // Before the facts: what changes between the two is found when the domain is checked again.
     let inventory = Inventory::read(&mut qmp)?;
     let found = adopted.obstacles.iter().cloned().chain(inventory.obstacles());
-    let mut problems: Vec<String> = found.map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)).collect();
+    let mut problems: Vec<String> = found.map(text_of).collect();
     let malformed = |e: roxmltree::Error| DomainError::Malformed { path: status_file.clone(), what: e.to_string() };
     problems.extend(obstacles::of_status(name, status.text()).map_err(malformed)?);
     if OutputHold::find(&mut qmp)?.is_some() {
@@ -86,10 +83,11 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
+            problems.extend(obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?);
             Some(line)
         }
         Err(obstacles) => {
-            problems.extend(obstacles.into_iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)));
+            problems.extend(obstacles.into_iter().map(text_of));
             None
         }
     };
@@ -97,26 +95,14 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         problems.push(problem);
         Vec::new()
     });
-    if let Some(line) = &line {
-        problems.extend(obstacles::room(&mut qmp, adopted.process(), &ram_blocks(line))?);
-    }
     let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
     let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
-    let (known, kept) = (record.clone(), line.clone());
-    let baseline = Baseline { record: known, adopted: adopted.clone(), inventory, open, destination, line: kept };
-    Ok(Inspected {
-        status_file,
-        record,
-        adopted,
-        baseline,
-        qmp,
-        environment,
-        line,
-        listeners,
-        forwards,
-        daemon,
-        binary,
-    })
+    let baseline = Baseline { record, adopted, inventory, open, destination, line };
+    Ok(Inspected { status_file, baseline, qmp, environment, listeners, forwards, daemon, binary })
+}
+
+fn text_of(obstacle: Obstacle) -> String {
+    format!("{}: {}", obstacle.what, obstacle.why)
 }
 
 /// Returns the names of the RAM blocks that the destination gets as files.

@@ -64,11 +64,11 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
     };
     handover.pass("libvirt.prepare.copied");
     let source = QemuInfo {
-        binary: inspected.adopted.binary.clone(),
-        version: Some(inspected.adopted.version.clone()),
-        pid: inspected.adopted.pid,
+        binary: inspected.baseline.adopted.binary.clone(),
+        version: Some(inspected.baseline.adopted.version.clone()),
+        pid: inspected.baseline.adopted.pid,
     };
-    let machine = inspected.adopted.machine.clone();
+    let machine = inspected.baseline.adopted.machine.clone();
     // The rest ends here: libvirt's daemon ends when its clients have disconnected.
     let Inspected { baseline, .. } = inspected;
     let (ram_files, places) = (prepared.ram_files, prepared.places);
@@ -130,7 +130,8 @@ fn journal_operation(
     inspected: &mut Inspected,
     recorder: Recorder,
 ) -> Result<Handover, RebootError> {
-    let Inspected { status_file, record, adopted, listeners, forwards, daemon, binary, .. } = &*inspected;
+    let Inspected { status_file, baseline, listeners, forwards, daemon, binary, .. } = &*inspected;
+    let Baseline { record, adopted, .. } = baseline;
     let source = Vmm {
         binary: adopted.binary.clone(),
         pid: adopted.pid,
@@ -164,7 +165,13 @@ fn journal_operation(
     // Written after the journal: without a state, the operation has started nothing.
     let vcpus = vcpus(&mut inspected.qmp)?.len() as u32;
     let monitor = libvirt_monitor(name.as_str());
-    let guest = AdoptedGuest { adopted: &inspected.adopted, foreign: None, generation: None, monitor: &monitor, vcpus };
+    let guest = AdoptedGuest {
+        adopted: &inspected.baseline.adopted,
+        foreign: None,
+        generation: None,
+        monitor: &monitor,
+        vcpus,
+    };
     let state = guest.into_state(rundir, name);
     state.write(rundir).map_err(RebootError::file(&rundir.file("state.json")))?;
     Ok(Handover { rundir: rundir.clone(), state, journal, recorder })
@@ -181,9 +188,9 @@ struct Prepared {
 /// Prepares as much as possible while libvirt's daemon and the guest run: starts the destination, compares it with the
 /// source, and copies the RAM.
 fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepared, RebootError> {
-    let source = inspected.adopted.process();
+    let source = inspected.baseline.adopted.process();
     let guest_ram = GuestRam::of(&mut inspected.qmp, source).map_err(CopyError::from).map_err(DomainError::from)?;
-    let ids = ram_blocks(&inspected.line);
+    let ids = ram_blocks(&inspected.baseline.line);
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
     let rundir = handover.rundir.clone();

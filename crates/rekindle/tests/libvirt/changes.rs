@@ -90,6 +90,13 @@ fn limits_and_media_that_change_during_the_preparation_are_found() {
     let insert = || drop(libvirt.virsh(&["change-media", name, "hdb", &medium, "--insert", "--live"]));
     assert_rejected(&domain, &replace_with_a_change(&domain, insert), "disk ide0-0-1", source);
     reject(&domain, "--eject");
+    libvirt.virsh(&["change-media", name, "hdb", "--eject", "--live"]);
+
+    // Less is left than Rekindle leaves to the host.
+    let statistics = libvirt.virsh(&["dommemstat", name]);
+    let rss: u64 = statistics.lines().find_map(|line| line.strip_prefix("rss ")).unwrap().parse().unwrap();
+    libvirt.virsh(&["memtune", name, "--hard-limit", &(rss + (32 << 10)).to_string(), "--live"]);
+    reject(&domain, "copying the guest's RAM needs");
 }
 
 #[test]
