@@ -100,6 +100,24 @@ fn limits_and_media_that_change_during_the_preparation_are_found() {
 }
 
 #[test]
+fn backing_images_are_kept_unless_they_were_pulled_since_the_start() {
+    let libvirt = PrivateLibvirt::start();
+    let first = boot(&libvirt, "base");
+    let spec = format!("vda,file={IMAGES}/overlay");
+    libvirt.virsh(&["snapshot-create-as", &first.name, "--disk-only", "--no-metadata", "--diskspec", &spec]);
+    libvirt.virsh(&["destroy", &first.name]);
+    let devices = DEVICES.replace("type='raw'", "type='qcow2'").replace("images/disk", "images/overlay");
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("chain") });
+    let content = domain.ask("read vda 0 64");
+    replace(&domain);
+    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+    domain.ask("drop-caches");
+    assert_eq!(domain.ask("read vda 0 64"), content);
+    libvirt.virsh(&["blockpull", &domain.name, "vda", "--wait"]);
+    reject(&domain, "its backing images have changed");
+}
+
+#[test]
 fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
     let libvirt = PrivateLibvirt::start();
     fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
