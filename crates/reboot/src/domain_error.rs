@@ -29,7 +29,7 @@ pub enum DomainError {
     #[error("libvirt has not connected to the new QEMU of {name}: {why}; see the log of libvirt's daemon")]
     NotReconnected { name: String, why: String },
     #[error("{name} has changed while its replacement was prepared: {what}; try again")]
-    Changed { name: String, what: &'static str },
+    Changed { name: String, what: String },
     #[error(
         "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; libvirt shows the \
          domain as shut off: virsh start {name}"

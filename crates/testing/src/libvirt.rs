@@ -164,7 +164,7 @@ pub struct DomainOptions<'a> {
     pub emulator: &'a Path,
     /// libvirt's XML of devices in addition to a console and a network card.
     pub devices: &'a str,
-    /// libvirt's XML of the element `<memoryBacking>`, or an empty text.
+    /// libvirt's XML of elements next to `<memory>`, such as `<memoryBacking>`, or an empty text.
     pub memory_backing: &'a str,
 }
 

@@ -1,5 +1,6 @@
 //! Properties of a running machine that its command line does not show.
 
+use super::inventory::{device_name, node_names};
 use crate::adopt::Adopted;
 use crate::foreign::{self, MachineFacts};
 use crate::qmp::{Qmp, QmpError};
@@ -26,6 +27,8 @@ pub struct Drive {
     pub device: String,
     /// Name of the file that is shown; none without a medium.
     pub file: Option<String>,
+    /// Names of the block nodes of its image and of the backing images, its own first.
+    pub nodes: Vec<String>,
     /// Whether the tray is open.
     pub tray_open: bool,
     /// Whether its rate is limited.
@@ -49,25 +52,30 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
     }
     let machine = foreign::read_facts(adopted, qmp)?;
     let drives: Vec<Value> = qmp.execute("query-block", ())?;
+    let chains: Vec<Value> = qmp.execute("query-blockstats", ())?;
     let fd_sets: Vec<FdSet> = qmp.execute("query-fdsets", ())?;
     let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
     Ok(RunningFacts {
         machine,
         ram_blocks: ramblock::list(qmp)?,
-        drives: drives.iter().filter_map(drive).collect(),
+        drives: drives.iter().filter_map(|entry| drive(entry, &chains)).collect(),
         fd_sets: fd_sets.into_iter().map(members).collect(),
     })
 }
 
-/// Reads an entry of `query-block`. `None` if the guest does not see the drive.
-fn drive(entry: &Value) -> Option<Drive> {
+/// Reads an entry of `query-block`, and that of the same drive in `query-blockstats`. `None` if the guest does not see
+/// the drive.
+fn drive(entry: &Value, chains: &[Value]) -> Option<Drive> {
     /// Members of `inserted` that are 0 without a limit.
     const LIMITS: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
     let text = |pointer: &str| entry.pointer(pointer).and_then(Value::as_str).filter(|text| !text.is_empty());
     let limit = |name: &&str| entry.pointer(&format!("/inserted/{name}")).and_then(Value::as_u64).unwrap_or(0);
+    let name = device_name(entry);
+    let chain = chains.iter().find(|chain| name.is_some() && device_name(chain) == name);
     Some(Drive {
         device: text("/qdev").or_else(|| text("/device"))?.to_owned(),
         file: text("/inserted/file").map(str::to_owned),
+        nodes: chain.map(node_names).unwrap_or_default(),
         tray_open: entry.get("tray_open").and_then(Value::as_bool).unwrap_or(false),
         is_limited: LIMITS.iter().any(|name| limit(name) > 0),
     })
@@ -84,10 +92,14 @@ mod tests {
             "inserted": {"file": "/images/a", "bps": 0, "iops_wr": 7}});
         let device = "/machine/peripheral/virtio-disk0/virtio-backend".to_owned();
         let file = Some("/images/a".to_owned());
-        assert_eq!(drive(&disk), Some(Drive { device, file, tray_open: false, is_limited: true }));
+        let chain = json!({"qdev": "/machine/peripheral/virtio-disk0/virtio-backend", "node-name": "top",
+            "backing": {"node-name": "base"}});
+        let nodes = vec!["top".to_owned(), "base".to_owned()];
+        assert_eq!(drive(&disk, &[chain]), Some(Drive { device, file, nodes, tray_open: false, is_limited: true }));
         let empty = json!({"device": "ide1-cd0", "tray_open": true});
         let device = "ide1-cd0".to_owned();
-        assert_eq!(drive(&empty), Some(Drive { device, file: None, tray_open: true, is_limited: false }));
-        assert_eq!(drive(&json!({"device": "", "inserted": {"file": "/images/a"}})), None);
+        let nodes = Vec::new();
+        assert_eq!(drive(&empty, &[]), Some(Drive { device, file: None, nodes, tray_open: true, is_limited: false }));
+        assert_eq!(drive(&json!({"device": "", "inserted": {"file": "/images/a"}}), &[]), None);
     }
 }

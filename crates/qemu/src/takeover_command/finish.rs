@@ -4,6 +4,7 @@
 use super::{CommandLine, Descriptor, OWN_ID_PREFIX, OWN_MONITORS, Rewriter, facts::Drive};
 use crate::adopt::Obstacle;
 use crate::foreign::{CommandOption, device_differences, disk_differences};
+use crate::options::Options;
 use std::collections::BTreeSet;
 
 impl Rewriter<'_> {
@@ -79,14 +80,24 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Rejects drives whose medium, tray or limits have changed since the start.
+    /// Rejects drives whose medium, backing images, tray or limits have changed since the start.
     fn check_drives(&mut self) {
         let facts = self.facts;
         let is_limit = |key: &str| key.starts_with("throttling.") || ["bps", "iops"].contains(&key);
         let limits_are_given = self.drives.iter().any(|drive| drive.keys().into_iter().any(is_limit));
-        for Drive { device, file, tray_open, is_limited } in &facts.drives {
+        for Drive { device, file, nodes, tray_open, is_limited } in &facts.drives {
             let what = format!("disk {device}");
             let given_node = self.node_of(device);
+            if file.is_some() && self.is_empty_drive(device) {
+                let why = "its medium was inserted while the guest ran: eject it (virsh change-media --eject), or start \
+                           the VM with it";
+                self.refuse(&what, why);
+            }
+            if given_node.as_ref() == nodes.first() && self.has_other_backing(nodes) {
+                let why = "its backing images have changed while the guest ran (blockpull, blockcommit): shut the \
+                           guest down and start it again";
+                self.refuse(&what, why);
+            }
             if *is_limited && !limits_are_given {
                 self.refuse(
                     &what,
@@ -114,10 +125,27 @@ impl Rewriter<'_> {
 
     /// Returns what the device's `drive=` names.
     fn node_of(&self, qom_path: &str) -> Option<String> {
+        self.device_of(qom_path)?.get("drive")
+    }
+
+    fn device_of(&self, qom_path: &str) -> Option<&Options> {
         let parts: BTreeSet<&str> = qom_path.split('/').collect();
-        let device =
-            self.devices.iter().find(|device| device.get("id").is_some_and(|id| parts.contains(id.as_str())))?;
-        device.get("drive")
+        self.devices.iter().find(|device| device.get("id").is_some_and(|id| parts.contains(id.as_str())))
+    }
+
+    /// Returns whether the command line gives the device no medium. Floppy controllers have `driveA=` and `driveB=`.
+    fn is_empty_drive(&self, qom_path: &str) -> bool {
+        let names_drive = |key: &&str| key.starts_with("drive") && *key != "driver";
+        self.device_of(qom_path).is_some_and(|device| !device.keys().iter().any(names_drive))
+    }
+
+    /// Returns whether the command line states other backing images than these nodes have, from the drive's own on.
+    fn has_other_backing(&self, nodes: &[String]) -> bool {
+        let below = nodes.iter().skip(1).map(Some).chain([None]);
+        nodes
+            .iter()
+            .zip(below)
+            .any(|(node, below)| self.backing_nodes.get(node).is_some_and(|stated| stated.as_ref() != below))
     }
 
     /// Returns whether the command line gives the drive or block node `name` a file.

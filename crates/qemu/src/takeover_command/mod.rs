@@ -51,8 +51,9 @@
 //! assert_eq!(line.pid_file.as_deref(), Some("/run/a.pid"));
 //! ```
 //!
-//! [`read_facts`] and [`open_descriptors`] read the facts and the descriptors of a running QEMU. Not compared with the
-//! command line are links that were set down, VNC passwords and the interval of balloon statistics.
+//! [`read_facts`] and [`open_descriptors`] read the facts and the descriptors of a running QEMU. [`Inventory`] has
+//! everything that its manager may change: with it, two QEMUs are compared, and settings without an option are passed
+//! on. VNC passwords are not.
 //!
 //! The descriptor of a listening socket, tap or vhost device is at first a *stand-in*: a private one of the same kind.
 //! The real one replaces it when the source has been frozen.
@@ -62,12 +63,14 @@ mod descriptors;
 mod display;
 mod facts;
 mod finish;
+mod inventory;
 mod memory;
 mod network;
 mod open_files;
 mod rules;
 
 pub use facts::{Drive, RunningFacts, read_facts};
+pub use inventory::{Inventory, Item};
 pub use open_files::open_descriptors;
 
 use crate::adopt::{Obstacle, obstacle_of_type};
@@ -76,6 +79,7 @@ use crate::options::Options;
 use crate::syntax::Syntax;
 use descriptors::Numbers;
 use rules::TakeoverRule;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
@@ -90,6 +94,10 @@ const OWN_MONITORS: [&str; 4] = ["qmp", "watch", "protect", "save"];
 pub enum SourceDescriptor {
     /// A listening socket.
     Listener(ListenAddress),
+    /// A connection to the Unix socket `server`.
+    Client {
+        server: String,
+    },
     /// A queue of a tap or macvtap.
     Tap {
         interface: String,
@@ -174,6 +182,8 @@ struct Rewriter<'a> {
     devices: Vec<Options>,
     /// Names of the block nodes that the command line names.
     block_nodes: BTreeSet<String>,
+    /// Backing nodes that the command line states, by the names of the nodes above them; `None` for no backing image.
+    backing_nodes: BTreeMap<String, Option<String>>,
     /// Values of `-drive`.
     drives: Vec<Options>,
     /// Sets of `-add-fd`.
@@ -225,6 +235,7 @@ pub fn rewrite(
         backends: Vec::new(),
         devices: Vec::new(),
         block_nodes: BTreeSet::new(),
+        backing_nodes: BTreeMap::new(),
         drives: Vec::new(),
         fd_sets: BTreeSet::new(),
         unnamed_chardevs: BTreeMap::new(),
@@ -274,6 +285,7 @@ impl Rewriter<'_> {
             "add-fd" => self.read_fd_set(option),
             "set" => self.read_set(option),
             "run-with" => self.read_run_with(option),
+            "overcommit" => self.read_overcommit(option),
             "pidfile" => self.pid_file = option.value.map(str::to_owned),
             other => self.refuse(format!("-{other}"), "Rekindle has no rule for it"),
         }
@@ -352,10 +364,22 @@ impl Rewriter<'_> {
             let why = "what the guest writes to this disk is in a nameless file that ends with QEMU";
             self.refuse(format!("-drive {}", option.value.unwrap_or_default()), why);
         }
-        self.block_nodes.extend(drive.get("node-name"));
+        if let Some(name) = drive.get("node-name") {
+            self.read_backing(&name, &drive);
+            self.block_nodes.insert(name);
+        }
         self.keep_unchanged(option);
         if option.name == "drive" {
             self.drives.push(drive);
+        }
+    }
+
+    /// Notes the backing image of a block node. If the option names none, QEMU takes the one that is recorded in the file.
+    fn read_backing(&mut self, name: &str, node: &Options) {
+        let is_null = matches!(node, Options::Json(members) if members.get("backing").is_some_and(Value::is_null));
+        let backing = node.get("backing").filter(|backing| !backing.is_empty());
+        if backing.is_some() || is_null {
+            self.backing_nodes.insert(name.to_owned(), backing);
         }
     }
 
@@ -366,6 +390,16 @@ impl Rewriter<'_> {
         if REWRITTEN_GROUPS.contains(&group) {
             let why = format!("it changes a -{group} option: write the setting into that option");
             self.refuse(format!("-set {}", option.value.unwrap_or_default()), why);
+        }
+        self.keep_unchanged(option);
+    }
+
+    /// Rejects locked memory: the copy of the guest's RAM would not be locked.
+    fn read_overcommit(&mut self, option: &CommandOption<'_>) {
+        let Some(overcommit) = self.parse(option, "") else { return };
+        if overcommit.get("mem-lock").is_some_and(|value| value != "off") {
+            let why = "Rekindle does not lock the memory of another QEMU: start it without (libvirt: <locked/>)";
+            self.refuse("-overcommit mem-lock", why);
         }
         self.keep_unchanged(option);
     }

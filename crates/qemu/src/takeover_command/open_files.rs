@@ -4,7 +4,7 @@ use super::{ListenAddress, SourceDescriptor};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use rustix::net::sockopt::socket_acceptconn;
-use rustix::net::{SocketAddrAny, SocketAddrUnix, getsockname};
+use rustix::net::{SocketAddrAny, SocketAddrUnix, getpeername, getsockname};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -30,7 +30,7 @@ pub fn open_descriptors(process: Process) -> io::Result<BTreeMap<RawFd, SourceDe
                 .map_or(SourceDescriptor::Other, |interface| SourceDescriptor::Tap { interface }),
             // A macvtap, whose number is that of its interface.
             path if path.starts_with("/dev/tap") => SourceDescriptor::Tap { interface: path.to_owned() },
-            path if path.starts_with("socket:") => listen_address(process, number)?,
+            path if path.starts_with("socket:") => socket_address(process, number)?,
             _ => SourceDescriptor::Other,
         };
         open.insert(number, descriptor);
@@ -45,7 +45,7 @@ fn tap_interface(process: Process, number: RawFd) -> Option<String> {
     (!interface.is_empty()).then(|| interface.to_owned())
 }
 
-fn listen_address(process: Process, number: RawFd) -> io::Result<SourceDescriptor> {
+fn socket_address(process: Process, number: RawFd) -> io::Result<SourceDescriptor> {
     let socket = match descriptor::take(process, number) {
         Ok(socket) => socket,
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Err(e),
@@ -53,7 +53,10 @@ fn listen_address(process: Process, number: RawFd) -> io::Result<SourceDescripto
         Err(_) => return Ok(SourceDescriptor::Other),
     };
     if !socket_acceptconn(&socket).unwrap_or(false) {
-        return Ok(SourceDescriptor::Other);
+        let server = getpeername(&socket).ok().flatten();
+        let server =
+            server.and_then(|address| SocketAddrUnix::try_from(address).ok()).and_then(|path| unix_path(&path));
+        return Ok(server.map_or(SourceDescriptor::Other, |server| SourceDescriptor::Client { server }));
     }
     let address = getsockname(&socket)?;
     Ok(listener(&address).map_or(SourceDescriptor::Other, SourceDescriptor::Listener))
@@ -64,10 +67,14 @@ fn listener(address: &SocketAddrAny) -> Option<ListenAddress> {
     if let Ok(address) = SocketAddr::try_from(address.clone()) {
         return Some(ListenAddress::Tcp(address));
     }
-    let address = SocketAddrUnix::try_from(address.clone()).ok()?;
+    unix_path(&SocketAddrUnix::try_from(address.clone()).ok()?).map(ListenAddress::Unix)
+}
+
+/// Returns the path of a Unix address, with a leading `@` in the abstract namespace; `None` if it has none.
+fn unix_path(address: &SocketAddrUnix) -> Option<String> {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let path = address.path_bytes().map(text);
-    path.or_else(|| address.abstract_name().map(|name| format!("@{}", text(name)))).map(ListenAddress::Unix)
+    path.or_else(|| address.abstract_name().map(|name| format!("@{}", text(name))))
 }
 
 #[cfg(test)]
@@ -84,11 +91,11 @@ mod tests {
         let (unix, tcp) = (UnixListener::bind(&path).unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
         let (client, null) = (UnixStream::connect(&path).unwrap(), fs::File::open("/dev/null").unwrap());
         let open = open_descriptors(Process::of(std::process::id()).unwrap()).unwrap();
-        let path = ListenAddress::Unix(path.to_string_lossy().into_owned());
-        assert_eq!(open[&unix.as_raw_fd()], SourceDescriptor::Listener(path));
+        let path = path.to_string_lossy().into_owned();
+        assert_eq!(open[&unix.as_raw_fd()], SourceDescriptor::Listener(ListenAddress::Unix(path.clone())));
         let address = ListenAddress::Tcp(tcp.local_addr().unwrap());
         assert_eq!(open[&tcp.as_raw_fd()], SourceDescriptor::Listener(address));
-        assert_eq!(open[&client.as_raw_fd()], SourceDescriptor::Other);
+        assert_eq!(open[&client.as_raw_fd()], SourceDescriptor::Client { server: path });
         assert_eq!(open[&null.as_raw_fd()], SourceDescriptor::Null);
     }
 }

@@ -28,7 +28,7 @@ const RULES: &[(&[&str], TakeoverRule)] = {
         (&["runas"], Drop),
         (&["machine", "M", "object", "device", "drive", "blockdev", "netdev", "nic", "net"], Rewrite),
         (&["chardev", "mon", "serial", "parallel", "debugcon", "qmp", "qmp-pretty", "monitor"], Rewrite),
-        (&["vnc", "display", "add-fd", "set", "run-with", "pidfile"], Rewrite),
+        (&["vnc", "display", "add-fd", "set", "run-with", "pidfile", "overcommit"], Rewrite),
         (&["chroot"], Refuse("another QEMU cannot be started in that directory: start it without")),
         (&["gdb", "s"], Refuse("two QEMUs cannot wait for a debugger at one address: start it without")),
         (&["spice"], Refuse("Rekindle does not pass on a SPICE server: use VNC")),

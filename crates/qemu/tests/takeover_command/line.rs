@@ -58,6 +58,7 @@ impl Line {
                 .map(|drive| Drive {
                     device: text(&drive["device"]).unwrap(),
                     file: text(&drive["file"]),
+                    nodes: text(&drive["node"]).into_iter().collect(),
                     tray_open: drive["tray_open"].as_bool().unwrap(),
                     is_limited: drive["limits"].as_bool().unwrap(),
                 })

@@ -38,7 +38,7 @@ impl Environment for LibvirtEnvironment<'_> {
         let failed = |source| HandoverError::File { path: self.rundir.vmm(generation).0, source };
         let directory = self.rundir.create_vmm(generation).map_err(failed)?;
         link_log(&directory, self.rundir.name()).map_err(failed)?;
-        let arguments: Vec<OsString> = self.inspected.line.arguments.iter().map(OsString::from).collect();
+        let arguments: Vec<OsString> = self.inspected.baseline.line.arguments.iter().map(OsString::from).collect();
         let binary = &self.inspected.binary.path;
         let descriptors = self.descriptors(&directory).map_err(failed)?;
         let lock = directory.lock();
@@ -57,14 +57,14 @@ impl Environment for LibvirtEnvironment<'_> {
 impl LibvirtEnvironment<'_> {
     /// Opens everything that the destination inherits.
     fn descriptors(&self, directory: &Directory) -> io::Result<Vec<FdMapping>> {
-        let source = self.inspected.adopted.process();
+        let source = self.inspected.baseline.adopted.process();
         let mut mappings = Vec::new();
         let mut add = |parent_fd: OwnedFd, child_fd: RawFd| mappings.push(FdMapping { parent_fd, child_fd });
         // Standard output and error are the pipe of libvirt's logger: the domain's log continues.
         for number in [1, 2] {
             add(descriptor::take(source, number)?, number);
         }
-        for (&number, wanted) in &self.inspected.line.descriptors {
+        for (&number, wanted) in &self.inspected.baseline.line.descriptors {
             add(self.open(directory, source, number, wanted)?, number);
         }
         for listener in &self.inspected.listeners {
@@ -125,8 +125,16 @@ pub(super) fn vcpus(qmp: &mut Qmp) -> Result<Vec<Vcpu>, QmpError> {
     qmp.execute("query-cpus-fast", ())
 }
 
-/// Returns the threads of the virtual processors, which libvirt places one by one.
+/// Returns the threads that libvirt places one by one: those of the virtual processors, and I/O threads.
 pub(super) fn placed_threads(qmp: &mut Qmp) -> Result<Vec<RoleThread>, QmpError> {
-    let role = |vcpu: Vcpu| RoleThread { role: ThreadRole::Vcpu(vcpu.cpu_index), thread: vcpu.thread_id };
-    Ok(vcpus(qmp)?.into_iter().map(role).collect())
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct IoThread {
+        id: String,
+        thread_id: u32,
+    }
+    let io_threads: Vec<IoThread> = qmp.execute("query-iothreads", ())?;
+    let of_vcpu = |vcpu: Vcpu| RoleThread { role: ThreadRole::Vcpu(vcpu.cpu_index), thread: vcpu.thread_id };
+    let of_io = |thread: IoThread| RoleThread { role: ThreadRole::IoThread(thread.id), thread: thread.thread_id };
+    Ok(vcpus(qmp)?.into_iter().map(of_vcpu).chain(io_threads.into_iter().map(of_io)).collect())
 }

@@ -16,6 +16,8 @@
 //! | module | contents |
 //! |---|---|
 //! | `preflight` | what the domain is, and what prevents the replacement |
+//! | `obstacles` | what libvirt has set up besides the QEMU, and would be lost |
+//! | `recheck` | whether the domain is still as the preflight has found it |
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
 //! | `replace` | steps 1 and 2 |
@@ -37,7 +39,9 @@ mod environment;
 mod forwards;
 mod give_back;
 mod journal;
+mod obstacles;
 mod preflight;
+mod recheck;
 pub(crate) mod recover;
 mod replace;
 mod status_file;
@@ -69,7 +73,8 @@ pub fn is_domain(name: &str) -> bool {
 #[must_use]
 pub fn plan_domains(host: &Host, names: &[String], options: &DomainOptions) -> Vec<VmPlan> {
     let plan = |name: &String| -> Result<ReplacementPlan, RebootError> {
-        let preflight::Inspected { adopted, binary, .. } = preflight::inspect(host, name, options)?;
+        let preflight::Inspected { baseline, binary, .. } = preflight::inspect(host, name, options)?;
+        let adopted = baseline.adopted;
         let from = QemuInfo { binary: adopted.binary, version: Some(adopted.version), pid: adopted.pid };
         Ok(ReplacementPlan { from, binary: binary.path, version: binary.version })
     };

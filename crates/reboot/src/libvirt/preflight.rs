@@ -1,16 +1,18 @@
 //! Inspects a domain before anything is changed: everything that prevents the replacement is an error that names it.
 
+use super::recheck::Baseline;
 use super::status_file::{DomainRecord, StatusFile};
-use super::{DomainError, DomainOptions, daemon, forwards, preflight_error};
+use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
-use rekindle_qemu::adopt::Adopted;
+use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::{
-    CommandLine, Descriptor, Destination, ListenAddress, SourceDescriptor, open_descriptors, read_facts, rewrite,
+    CommandLine, Descriptor, Destination, Inventory, ListenAddress, SourceDescriptor, open_descriptors, read_facts,
+    rewrite,
 };
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
@@ -28,12 +30,10 @@ pub(super) const DESTINATION_GENERATION: u32 = 2;
 /// A domain whose QEMU can be replaced, as far as that is known without starting another one.
 pub(super) struct Inspected {
     pub status_file: PathBuf,
-    pub record: DomainRecord,
-    pub adopted: Adopted,
+    pub baseline: Baseline,
     /// A connection to the source through libvirt.
     pub qmp: Qmp,
     pub environment: ProcessEnvironment,
-    pub line: CommandLine,
     pub listeners: Vec<PassedListener>,
     pub forwards: Vec<ForwardedPort>,
     pub daemon: DaemonRecord,
@@ -53,34 +53,41 @@ pub(super) fn libvirt_monitor(name: &str) -> Monitor {
 pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Result<Inspected, RebootError> {
     check_run_directory(host, name)?;
     let status_file = StatusFile::path_of(name);
-    let record = StatusFile::read(&status_file)?.parse()?;
+    let status = StatusFile::read(&status_file)?;
+    let record = status.parse()?;
     check_record(name, &record)?;
     let daemon = daemon::find()?;
     let (adopted, mut qmp) = libvirt_monitor(name).adopt(MONITOR_TIMEOUT).map_err(DomainError::from)?;
     if adopted.pid != record.pid {
-        return Err(DomainError::Changed { name: name.into(), what: "it has another QEMU" }.into());
+        return Err(DomainError::Changed { name: name.into(), what: "it has another QEMU".into() }.into());
     }
     let environment = ProcessEnvironment::of(adopted.process()).map_err(DomainError::from)?;
     let path = options.qemu.clone().unwrap_or_else(|| record.emulator.clone());
     let binary = Binary::probe_cached(&path, &host.binaries())?;
 
-    let mut problems: Vec<String> =
-        adopted.obstacles.iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)).collect();
+    // Before the facts: what changes between the two is found when the domain is checked again.
+    let inventory = Inventory::read(&mut qmp)?;
+    let found = adopted.obstacles.iter().cloned().chain(inventory.obstacles());
+    let mut problems: Vec<String> = found.map(text_of).collect();
+    let malformed = |e: roxmltree::Error| DomainError::Malformed { path: status_file.clone(), what: e.to_string() };
+    problems.extend(obstacles::of_status(name, status.text()).map_err(malformed)?);
     if OutputHold::find(&mut qmp)?.is_some() {
         problems.push(format!("its network output is held: rekindle release {name}"));
     }
     let process_directory = PathBuf::from(format!("/proc/{}/fd", adopted.pid));
     let open = open_descriptors(adopted.process()).map_err(RebootError::file(&process_directory))?;
+    problems.extend(obstacles::lease(&open));
     let facts = read_facts(&adopted, &mut qmp)?;
     let label = format!("{}-{DESTINATION_GENERATION}", record.uuid);
     let destination = Destination { label, syntax: binary.syntax };
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
+            problems.extend(obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?);
             Some(line)
         }
         Err(obstacles) => {
-            problems.extend(obstacles.into_iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)));
+            problems.extend(obstacles.into_iter().map(text_of));
             None
         }
     };
@@ -90,7 +97,21 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     });
     let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
     let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
-    Ok(Inspected { status_file, record, adopted, qmp, environment, line, listeners, forwards, daemon, binary })
+    let baseline = Baseline { record, adopted, inventory, open, destination, line };
+    Ok(Inspected { status_file, baseline, qmp, environment, listeners, forwards, daemon, binary })
+}
+
+fn text_of(obstacle: Obstacle) -> String {
+    format!("{}: {}", obstacle.what, obstacle.why)
+}
+
+/// Returns the names of the RAM blocks that the destination gets as files.
+pub(super) fn ram_blocks(line: &CommandLine) -> Vec<String> {
+    let block_of = |descriptor: &Descriptor| match descriptor {
+        Descriptor::Ram { block, .. } => Some(block.clone()),
+        _ => None,
+    };
+    line.descriptors.values().filter_map(block_of).collect()
 }
 
 /// Rejects a name that Rekindle uses for a VM, or for an operation that needs recovery.

@@ -3,8 +3,8 @@
 
 use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
 use super::journal::{operation, set_absence};
-use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor};
-use super::status_file::{DomainRecord, StatusFile};
+use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
+use super::recheck::Baseline;
 use super::way_back::{abandon, fail_after_decision};
 use super::{DomainError, DomainOptions, capabilities, daemon, give_back, preflight_error};
 use crate::error::{Failure, RebootError};
@@ -26,7 +26,6 @@ use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::Stopped;
-use rekindle_qemu::takeover_command::Descriptor;
 use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
@@ -35,11 +34,9 @@ use rekindle_vm::journal::{Absence, Journal, Kind, LibvirtOperation, Step};
 use rekindle_vm::lock::OperationLock;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::{Phase, Recorder};
-use serde::Deserialize;
 use std::fs::File;
 use std::io;
 use std::path::Path;
-use uuid::Uuid;
 
 /// Name of the operation, for other processes that find the domain locked.
 const OPERATION: &str = "replace-qemu";
@@ -67,15 +64,15 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
     };
     handover.pass("libvirt.prepare.copied");
     let source = QemuInfo {
-        binary: inspected.adopted.binary.clone(),
-        version: Some(inspected.adopted.version.clone()),
-        pid: inspected.adopted.pid,
+        binary: inspected.baseline.adopted.binary.clone(),
+        version: Some(inspected.baseline.adopted.version.clone()),
+        pid: inspected.baseline.adopted.pid,
     };
-    let (record, machine) = (inspected.record.clone(), inspected.adopted.machine.clone());
-    // libvirt's daemon ends when its clients have disconnected.
-    drop(inspected);
+    let machine = inspected.baseline.adopted.machine.clone();
+    // The rest ends here: libvirt's daemon ends when its clients have disconnected.
+    let Inspected { baseline, .. } = inspected;
     let (ram_files, places) = (prepared.ram_files, prepared.places);
-    let transferred = match hand_over(&mut handover, &record, machine, prepared.destination) {
+    let transferred = match hand_over(&mut handover, &baseline, machine, prepared.destination) {
         Ok(transferred) => transferred,
         Err(error) if handover.journal.operation.step >= Step::Resume => {
             return Err(fail_after_decision(handover, &ram_files, error));
@@ -133,7 +130,8 @@ fn journal_operation(
     inspected: &mut Inspected,
     recorder: Recorder,
 ) -> Result<Handover, RebootError> {
-    let Inspected { status_file, record, adopted, listeners, forwards, daemon, binary, .. } = &*inspected;
+    let Inspected { status_file, baseline, listeners, forwards, daemon, binary, .. } = &*inspected;
+    let Baseline { record, adopted, .. } = baseline;
     let source = Vmm {
         binary: adopted.binary.clone(),
         pid: adopted.pid,
@@ -167,7 +165,13 @@ fn journal_operation(
     // Written after the journal: without a state, the operation has started nothing.
     let vcpus = vcpus(&mut inspected.qmp)?.len() as u32;
     let monitor = libvirt_monitor(name.as_str());
-    let guest = AdoptedGuest { adopted: &inspected.adopted, foreign: None, generation: None, monitor: &monitor, vcpus };
+    let guest = AdoptedGuest {
+        adopted: &inspected.baseline.adopted,
+        foreign: None,
+        generation: None,
+        monitor: &monitor,
+        vcpus,
+    };
     let state = guest.into_state(rundir, name);
     state.write(rundir).map_err(RebootError::file(&rundir.file("state.json")))?;
     Ok(Handover { rundir: rundir.clone(), state, journal, recorder })
@@ -184,13 +188,9 @@ struct Prepared {
 /// Prepares as much as possible while libvirt's daemon and the guest run: starts the destination, compares it with the
 /// source, and copies the RAM.
 fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepared, RebootError> {
-    let source = inspected.adopted.process();
+    let source = inspected.baseline.adopted.process();
     let guest_ram = GuestRam::of(&mut inspected.qmp, source).map_err(CopyError::from).map_err(DomainError::from)?;
-    let block_of = |descriptor: &Descriptor| match descriptor {
-        Descriptor::Ram { block, .. } => Some(block.clone()),
-        _ => None,
-    };
-    let ids: Vec<String> = inspected.line.descriptors.values().filter_map(block_of).collect();
+    let ids = ram_blocks(&inspected.baseline.line);
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
     let rundir = handover.rundir.clone();
@@ -200,6 +200,7 @@ fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepare
     handover.pass("libvirt.prepare.spawned");
 
     compare_qemus(handover.name(), &mut inspected.qmp, &mut destination.qmp, &ids)?;
+    inspected.baseline.fit(&mut destination.qmp)?;
     let copies: io::Result<Vec<File>> = ram.blocks().map(|block| block.file.try_clone()).collect();
     let ram_files = copies.map_err(RebootError::file(Path::new("/proc/self/fd")))?;
     let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(DomainError::from)?;
@@ -235,7 +236,7 @@ struct Transferred {
 /// Stops libvirt's daemon, and moves the guest from the source to the destination.
 fn hand_over(
     handover: &mut Handover,
-    record: &DomainRecord,
+    baseline: &Baseline,
     machine: String,
     mut destination: Destination<PreparedStage<CopiedRam>>,
 ) -> Result<Transferred, RebootError> {
@@ -244,9 +245,11 @@ fn hand_over(
     let libvirt = operation(handover)?.clone();
     daemon::stop(&libvirt.daemon)?;
     handover.pass("libvirt.daemon.stopped");
-    let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: record.name.clone() })?;
+    let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
     let mut source_qmp = source.connect(START_TIMEOUT)?;
-    check_unchanged(&libvirt, record, &mut source_qmp)?;
+    handover.recorder.step("stop libvirt's daemon");
+    baseline.check_unchanged(&libvirt, &mut source_qmp)?;
+    handover.recorder.step("check the source");
     let ram = &mut destination.stage.ram;
     ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(DomainError::from)?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
@@ -256,7 +259,7 @@ fn hand_over(
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
     let form = StreamForm::Foreign { machine };
     let mut source_state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
-    handover.recorder.step("stop libvirt's daemon");
+    handover.recorder.step("copy memory");
 
     handover.advance(Step::Suspend)?;
     handover.pass("libvirt.suspend.journalled");
@@ -270,7 +273,7 @@ fn hand_over(
     let state = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
     handover.recorder.step("save devices");
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
-    let resumed = |_| DomainError::Changed { name: record.name.clone(), what: "its guest was resumed" };
+    let resumed = |_| DomainError::Changed { name: handover.name().into(), what: "its guest was resumed".into() };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
     destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
     handover.recorder.step("copy the rest");
@@ -285,28 +288,6 @@ fn hand_over(
     let running = loaded.commit(handover, "resume")?;
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
-}
-
-/// Rejects a source that is not the domain's QEMU any more, or whose devices have changed since the preflight.
-fn check_unchanged(libvirt: &LibvirtOperation, record: &DomainRecord, source: &mut Qmp) -> Result<(), RebootError> {
-    #[derive(Deserialize)]
-    struct Answer {
-        #[serde(rename = "UUID")]
-        uuid: Uuid,
-    }
-    let changed = |what| RebootError::from(DomainError::Changed { name: record.name.clone(), what });
-    let Answer { uuid } = source.execute("query-uuid", ())?;
-    if uuid != libvirt.uuid {
-        return Err(changed("another QEMU answers at its monitor"));
-    }
-    let current = StatusFile::read(&libvirt.status_file)?.parse()?;
-    if (current.pid, &current.devices) != (record.pid, &record.devices) {
-        return Err(changed("it has other devices"));
-    }
-    if current.job.is_some() || current.state != "running" || guest::run_state(source)? != "running" {
-        return Err(changed("libvirt has started a job with it"));
-    }
-    Ok(())
 }
 
 /// Moves the threads of the destination's virtual processors to the control groups and processors of the source's.

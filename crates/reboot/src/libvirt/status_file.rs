@@ -88,6 +88,10 @@ impl StatusFile {
         Ok(Self { path: path.to_owned(), text })
     }
 
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
     pub(super) fn parse(&self) -> Result<DomainRecord, DomainError> {
         parse(&self.text).map_err(|what| self.malformed(what))
     }

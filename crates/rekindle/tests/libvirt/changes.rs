@@ -1,0 +1,181 @@
+//! Domains that libvirt's clients have changed: since the start, or while the replacement of the QEMU is prepared.
+
+use super::{DEVICES, assert_continues, boot, rekindle, replace, text};
+use rekindle_kernel::process::Process;
+use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::{DEADLINE, wait_for};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+const IMAGES: &str = "/var/lib/libvirt/images";
+
+/// Replaces the QEMU of `domain`, and calls `change` after the destination was prepared and before libvirt's daemon is
+/// stopped.
+fn replace_with_a_change(domain: &Domain<'_>, change: impl FnOnce()) -> Output {
+    let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
+    command.env("REKINDLE_FAULT", "libvirt.prepare.copied:stop").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let process = Process::of(child.id()).unwrap();
+    let is_stopped = || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", process.pid)).unwrap();
+        let state = stat.rsplit(')').next().unwrap().trim();
+        assert!(!state.starts_with('Z'), "it has ended before the change");
+        state.starts_with('T').then_some(())
+    };
+    wait_for("the prepared replacement", DEADLINE, is_stopped);
+    change();
+    process.resume().unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Checks that the replacement was rejected for a reason that contains `reason`, and that the guest is in `source`.
+#[track_caller]
+fn assert_rejected(domain: &Domain<'_>, output: &Output, reason: &str, source: Process) {
+    let text = text(output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains(reason), "{text}");
+    assert_eq!((domain.process(), domain.state()), (source, "running".to_owned()));
+    assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
+}
+
+fn reject(domain: &Domain<'_>, reason: &str) {
+    let source = domain.process();
+    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    assert_rejected(domain, &output, reason, source);
+}
+
+/// Sends a QMP command through libvirt.
+fn qmp(libvirt: &PrivateLibvirt, domain: &Domain<'_>, command: &str, arguments: &Value) -> Value {
+    let text = json!({"execute": command, "arguments": arguments}).to_string();
+    let answer = libvirt.virsh(&["qemu-monitor-command", &domain.name, &text]);
+    serde_json::from_str::<Value>(&answer).unwrap()["return"].take()
+}
+
+#[test]
+fn a_snapshot_during_the_preparation_leaves_the_guest_with_its_data_in_its_qemu() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = boot(&libvirt, "snapshot");
+    let (boot_id, source) = (domain.ask("boot-id"), domain.process());
+    let (overlay, spec) = (format!("{IMAGES}/overlay"), format!("vda,file={IMAGES}/overlay"));
+    let mut written = String::new();
+    let output = replace_with_a_change(&domain, || {
+        let arguments = ["snapshot-create-as", &domain.name, "--disk-only", "--no-metadata", "--diskspec", &spec];
+        libvirt.virsh(&arguments);
+        // This is in the overlay only, which the prepared QEMU does not have.
+        domain.ask("write vda 0 64 77");
+        domain.ask("drop-caches");
+        written = domain.ask("read vda 0 64");
+    });
+    assert_rejected(&domain, &output, "disk virtio-disk0", source);
+    assert_continues(&domain, &boot_id);
+    assert_eq!(domain.ask("read vda 0 64"), written);
+    assert!(libvirt.virsh(&["domblklist", &domain.name]).contains(&overlay));
+}
+
+#[test]
+fn limits_and_media_that_change_during_the_preparation_are_found() {
+    let libvirt = PrivateLibvirt::start();
+    let devices = format!("{DEVICES}<disk type='file' device='cdrom'><target dev='hdb' bus='ide'/></disk>");
+    fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
+    fs::write(format!("{IMAGES}/medium"), vec![7; 1 << 20]).unwrap();
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("media") });
+    let (name, source) = (domain.name.as_str(), domain.process());
+    let limit = || drop(libvirt.virsh(&["blkdeviotune", name, "vda", "--total-bytes-sec", "1048576", "--live"]));
+    assert_rejected(&domain, &replace_with_a_change(&domain, limit), "disk virtio-disk0", source);
+    libvirt.virsh(&["blkdeviotune", name, "vda", "--total-bytes-sec", "0", "--live"]);
+
+    let medium = format!("{IMAGES}/medium");
+    let insert = || drop(libvirt.virsh(&["change-media", name, "hdb", &medium, "--insert", "--live"]));
+    assert_rejected(&domain, &replace_with_a_change(&domain, insert), "disk ide0-0-1", source);
+    reject(&domain, "--eject");
+    libvirt.virsh(&["change-media", name, "hdb", "--eject", "--live"]);
+
+    // Less is left than Rekindle leaves to the host.
+    let statistics = libvirt.virsh(&["dommemstat", name]);
+    let rss: u64 = statistics.lines().find_map(|line| line.strip_prefix("rss ")).unwrap().parse().unwrap();
+    libvirt.virsh(&["memtune", name, "--hard-limit", &(rss + (32 << 10)).to_string(), "--live"]);
+    reject(&domain, "copying the guest's RAM needs");
+}
+
+#[test]
+fn backing_images_are_kept_unless_they_were_pulled_since_the_start() {
+    let libvirt = PrivateLibvirt::start();
+    let first = boot(&libvirt, "base");
+    let spec = format!("vda,file={IMAGES}/overlay");
+    libvirt.virsh(&["snapshot-create-as", &first.name, "--disk-only", "--no-metadata", "--diskspec", &spec]);
+    libvirt.virsh(&["destroy", &first.name]);
+    let devices = DEVICES.replace("type='raw'", "type='qcow2'").replace("images/disk", "images/overlay");
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("chain") });
+    let content = domain.ask("read vda 0 64");
+    replace(&domain);
+    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+    domain.ask("drop-caches");
+    assert_eq!(domain.ask("read vda 0 64"), content);
+    libvirt.virsh(&["blockpull", &domain.name, "vda", "--wait"]);
+    reject(&domain, "its backing images have changed");
+}
+
+#[test]
+fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
+    let libvirt = PrivateLibvirt::start();
+    fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
+    let devices = DEVICES.replace("cache='none'", "cache='none' iothread='1'");
+    let options = DomainOptions {
+        devices: &devices,
+        memory_backing: "<iothreads>2</iothreads>",
+        ..DomainOptions::new("settings")
+    };
+    let domain = libvirt.boot(&options);
+    let name = domain.name.as_str();
+    libvirt.virsh(&["dommemstat", name, "--period", "3", "--live"]);
+    libvirt.virsh(&["domblkthreshold", name, "vda", "1048576"]);
+    libvirt.virsh(&["iothreadset", name, "1", "--poll-max-ns", "50000", "--live"]);
+    libvirt.virsh(&["iothreadpin", name, "1", "0", "--live"]);
+    replace(&domain);
+    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+    let balloon = json!({"path": "/machine/peripheral/balloon0", "property": "guest-stats-polling-interval"});
+    assert_eq!(qmp(&libvirt, &domain, "qom-get", &balloon), 3);
+    let nodes = qmp(&libvirt, &domain, "query-named-block-nodes", &json!({"flat": true}));
+    assert!(nodes.as_array().unwrap().iter().any(|node| node["write_threshold"] == 1_048_576), "{nodes}");
+    let threads = qmp(&libvirt, &domain, "query-iothreads", &json!({}));
+    let thread = threads.as_array().unwrap().iter().find(|thread| thread["id"] == "iothread1").unwrap();
+    assert_eq!(thread["poll-max-ns"], 50000);
+    let status = format!("/proc/{}/task/{}/status", domain.process().pid, thread["thread-id"]);
+    let status = fs::read_to_string(status).unwrap();
+    assert!(status.lines().any(|line| line.split_whitespace().eq(["Cpus_allowed_list:", "0"])), "{status}");
+
+    libvirt.virsh(&["iothreadadd", name, "3", "--live"]);
+    reject(&domain, "I/O thread iothread3");
+    libvirt.virsh(&["iothreaddel", name, "3", "--live"]);
+    libvirt.virsh(&["memtune", name, "--hard-limit", "2097152", "--live"]);
+    reject(&domain, "virsh memtune");
+}
+
+/// Ends virtlockd, which the test has started.
+struct LockDaemon;
+
+impl Drop for LockDaemon {
+    fn drop(&mut self) {
+        let pid = fs::read_to_string("/run/virtlockd.pid").ok().and_then(|text| text.trim().parse().ok());
+        if let Some(process) = pid.and_then(|pid| Process::of(pid).ok()) {
+            let _ = process.kill();
+        }
+    }
+}
+
+#[test]
+fn a_lease_of_virtlockd_is_named() {
+    const PROGRAM: &str = "/usr/sbin/virtlockd";
+    let libvirt = PrivateLibvirt::start();
+    assert!(Path::new(PROGRAM).exists(), "{PROGRAM} is missing; install libvirt-daemon-system");
+    assert!(Command::new(PROGRAM).arg("-d").status().unwrap().success());
+    let _lock_daemon = LockDaemon;
+    fs::write("/etc/libvirt/qemu.conf", "lock_manager = \"lockd\"\n").unwrap();
+    libvirt.stop_daemon();
+    libvirt.start_daemon();
+    fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
+    let domain = libvirt.boot(&DomainOptions { devices: DEVICES, ..DomainOptions::new("leased") });
+    reject(&domain, "virtlockd-sock");
+}
