@@ -121,6 +121,12 @@ impl StatusFile {
         Ok(Self { path: path.to_owned(), text })
     }
 
+    /// Returns the XML.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
     /// # Errors
     /// [`StatusFileError::Malformed`], which names what is missing or wrong.
     pub fn parse(&self) -> Result<DomainRecord, StatusFileError> {
@@ -146,9 +152,17 @@ impl StatusFile {
     /// # Errors
     /// [`StatusFileError::Unwritable`]; the old file is unchanged.
     pub fn write(&self) -> Result<FileMark, StatusFileError> {
-        replace_file(&self.path, &self.text)
-            .and_then(|()| FileMark::of(&self.path))
-            .map_err(|source| StatusFileError::Unwritable { path: self.path.clone(), source })
+        self.write_to(&self.path)
+    }
+
+    /// Writes the content to the file `path`, or replaces that.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_to(&self, path: &Path) -> Result<FileMark, StatusFileError> {
+        replace_file(path, &self.text)
+            .and_then(|()| FileMark::of(path))
+            .map_err(|source| StatusFileError::Unwritable { path: path.to_owned(), source })
     }
 
     fn malformed(&self, problem: String) -> StatusFileError {
@@ -165,17 +179,23 @@ pub fn write_pid_file(status_file: &Path, pid: u32) -> Result<(), StatusFileErro
     replace_file(&path, &pid.to_string()).map_err(|source| StatusFileError::Unwritable { path, source })
 }
 
-/// Replaces a file by another of the same owner and mode: a reader finds the old or the new content.
+/// Replaces a file by another of the same owner and mode: a reader finds the old or the new content. A new file can be
+/// read by its owner only.
 fn replace_file(path: &Path, content: &str) -> io::Result<()> {
-    let metadata = fs::metadata(path)?;
+    let metadata = match fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        metadata => Some(metadata?),
+    };
     // The daemon reads every file whose name ends in `.xml`.
     let mut name = path.as_os_str().to_owned();
     name.push(".rekindle");
     let temporary = PathBuf::from(name);
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     file.write_all(content.as_bytes())?;
-    fchown(&file, Some(Uid::from_raw(metadata.uid())), Some(Gid::from_raw(metadata.gid())))?;
-    fchmod(&file, Mode::from_raw_mode(metadata.mode() & 0o7777))?;
+    if let Some(metadata) = metadata {
+        fchown(&file, Some(Uid::from_raw(metadata.uid())), Some(Gid::from_raw(metadata.gid())))?;
+        fchmod(&file, Mode::from_raw_mode(metadata.mode() & 0o7777))?;
+    }
     file.sync_data()?;
     fs::rename(&temporary, path)
 }

@@ -1,10 +1,23 @@
 //! libvirt's daemon. It takes a monitor that closes for a crash, so it is stopped while a domain's QEMU is replaced. Its
 //! guests run on, and it finds them again when it is started.
+//!
+//! | module | contents |
+//! |---|---|
+//! | this one | finds, stops and starts the daemon |
+//! | `unit` | the same for a daemon that systemd runs |
+//! | [`lock`] | which operation may stop the daemon, and when |
 
+pub mod lock;
+mod unit;
+
+pub use unit::Unit;
+
+use crate::status_file::StatusFileError;
 use rekindle_kernel::libvirt_client::Connection;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
 use serde::{Deserialize, Serialize};
+use std::error::Error;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -38,6 +51,9 @@ pub struct DaemonRecord {
     pub directory: PathBuf,
     /// The file with the daemon's process number.
     pub pid_file: PathBuf,
+    /// The service of systemd; `None`: the daemon is started by its command.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<Unit>,
 }
 
 /// Why the daemon cannot be found, stopped or started.
@@ -49,10 +65,38 @@ pub enum DaemonError {
     )]
     Absent,
     #[error(
-        "libvirt's daemon (process {pid}) is a service of systemd, whose clients start it again at any moment; Rekindle \
-         cannot hold them off yet"
+        "libvirt's daemon (process {pid}) runs in {unit} of systemd, but is not the main process of {}; restart it as \
+         that service", PROGRAMS.map(|program| format!("{program}.service")).join(" or ")
     )]
-    Systemd { pid: u32 },
+    OtherUnit { pid: u32, unit: String },
+    #[error("a stop of {service} would also stop other services; stop them first: systemctl stop {units}")]
+    OthersDepend { service: String, units: String },
+    #[error("cannot inspect the service of libvirt's daemon: `{command}`")]
+    Systemctl {
+        command: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("libvirt's daemon cannot be stopped because it is busy with {jobs}; wait until that has ended, or end it")]
+    Busy { jobs: String },
+    #[error(
+        "another operation (process {pid}) has stopped libvirt's daemon, or is about to; try again when it has ended"
+    )]
+    Locked { pid: String },
+    #[error("{}", path.display())]
+    Lock {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    StatusFile(#[from] StatusFileError),
+    #[error("cannot stop libvirt's daemon: `{command}`")]
+    NotStopped {
+        command: String,
+        #[source]
+        source: io::Error,
+    },
     #[error("libvirt's daemon (process {pid}) does not end")]
     Stays { pid: u32 },
     #[error("cannot start libvirt's daemon: `{command}`; start it by hand, then: rekindle recover")]
@@ -78,14 +122,14 @@ impl DaemonError {
     /// Returns whether the daemon may be stopped although it should run.
     #[must_use]
     pub fn leaves_it_stopped(&self) -> bool {
-        matches!(self, Self::Stays { .. } | Self::NotStarted { .. } | Self::NotReady { .. })
+        matches!(self, Self::NotStopped { .. } | Self::Stays { .. } | Self::NotStarted { .. } | Self::NotReady { .. })
     }
 }
 
 /// Finds the daemon that runs.
 ///
 /// # Errors
-/// [`DaemonError::Absent`]; [`DaemonError::Systemd`].
+/// [`DaemonError::Absent`]; also if its service cannot be stopped alone.
 pub fn find() -> Result<DaemonRecord, DaemonError> {
     let (pid_file, process) = PID_FILES
         .iter()
@@ -93,9 +137,11 @@ pub fn find() -> Result<DaemonRecord, DaemonError> {
         .ok_or(DaemonError::Absent)?;
     let directory = PathBuf::from(format!("/proc/{}", process.pid));
     let failed = |source| DaemonError::Process { path: directory.clone(), source };
-    let cgroups = fs::read_to_string(directory.join("cgroup")).map_err(failed)?;
-    if PROGRAMS.iter().any(|program| cgroups.contains(&format!("{program}.service"))) {
-        return Err(DaemonError::Systemd { pid: process.pid });
+    let unit = Unit::of(process, &PROGRAMS)?;
+    if unit.is_none()
+        && let Some(unit) = service_of(&fs::read_to_string(directory.join("cgroup")).map_err(failed)?)
+    {
+        return Err(DaemonError::OtherUnit { pid: process.pid, unit });
     }
     let words = |file: &str| fs::read(directory.join(file)).map(|text| zero_separated(&text)).map_err(failed);
     let variable = |word: String| word.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
@@ -106,15 +152,26 @@ pub fn find() -> Result<DaemonRecord, DaemonError> {
         environment: words("environ")?.into_iter().filter_map(variable).collect(),
         directory: fs::read_link(directory.join("cwd")).map_err(failed)?,
         pid_file,
+        unit,
     })
+}
+
+/// Returns the service of systemd in whose control group a process is, from its `/proc/PID/cgroup`.
+fn service_of(cgroups: &str) -> Option<String> {
+    let group = cgroups.lines().find_map(|line| line.split_once("::").or(line.split_once(":name=systemd:")))?.1;
+    let name = group.rsplit('/').next()?;
+    name.ends_with(".service").then(|| name.to_owned())
 }
 
 /// Stops the daemon: the recorded process, and one that was started since. Its clients fail to connect until it is
 /// started again.
 ///
 /// # Errors
-/// [`DaemonError::Stays`]; the daemon may end later.
+/// [`DaemonError::NotStopped`]; [`DaemonError::Stays`]: the daemon may end later.
 pub fn stop(daemon: &DaemonRecord) -> Result<(), DaemonError> {
+    if let Some(unit) = &daemon.unit {
+        unit.stop()?;
+    }
     let recorded = Process { pid: daemon.pid, started: daemon.started };
     for process in [Some(recorded), running(&daemon.pid_file)].into_iter().flatten() {
         let failed = |source| DaemonError::Process { path: format!("/proc/{}", process.pid).into(), source };
@@ -131,11 +188,18 @@ pub fn stop(daemon: &DaemonRecord) -> Result<(), DaemonError> {
 /// # Errors
 /// [`DaemonError::NotStarted`]; [`DaemonError::NotReady`].
 pub fn start_if_absent(daemon: &DaemonRecord) -> Result<(), DaemonError> {
-    let deadline = Instant::now() + TIMEOUT;
-    if running(&daemon.pid_file).is_none() {
-        start_process(daemon)?;
+    match (running(&daemon.pid_file), &daemon.unit) {
+        (None, None) => start_process(daemon)?,
+        (None, Some(unit)) => unit.start()?,
+        // Another program has started the daemon, perhaps without what triggers it.
+        (Some(_), Some(unit)) => {
+            if let Err(e) = unit.start() {
+                tracing::warn!("{e}: {}", e.source().map(ToString::to_string).unwrap_or_default());
+            }
+        }
+        (Some(_), None) => {}
     }
-    wait_until_it_accepts(daemon, deadline)
+    wait_until_it_accepts(daemon, Instant::now() + TIMEOUT)
 }
 
 fn start_process(daemon: &DaemonRecord) -> Result<(), DaemonError> {
@@ -196,4 +260,18 @@ pub fn running(pid_file: &Path) -> Option<Process> {
 fn zero_separated(text: &[u8]) -> Vec<String> {
     let words = text.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_service_of_a_process_is_read_from_its_control_group() {
+        let service = Some("libvirtd.service".to_owned());
+        assert_eq!(service_of("0::/system.slice/libvirtd.service\n"), service);
+        assert_eq!(service_of("4:memory:/x\n1:name=systemd:/system.slice/libvirtd.service\n"), service);
+        assert_eq!(service_of("0::/user.slice/user-0.slice/session-3.scope\n"), None);
+        assert_eq!(service_of("9:name=systemd:/\n0::/\n"), None);
+    }
 }

@@ -24,6 +24,7 @@
 //! | `recover` | the end of an interrupted operation |
 //! | `capabilities` | libvirt's names of the destination's features |
 //! | `journal` | what the journal has of libvirt |
+//! | `record_copy` | a copy of libvirt's record of the domain |
 //!
 //! The daemon and its status files are in the crate `rekindle-libvirt`.
 //!
@@ -37,6 +38,7 @@ mod forwards;
 mod give_back;
 mod journal;
 mod preflight;
+mod record_copy;
 pub(crate) mod recover;
 mod replace;
 mod way_back;
