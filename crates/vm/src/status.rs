@@ -102,7 +102,7 @@ fn observe_guest(rundir: &RunDir, recorded_qemu: Option<&Vmm>) -> Status {
     };
     if vmm.monitor.is_some() && lock::protector(rundir).is_some() {
         return match rundir.unprotected().exists() {
-            true => Status::Degraded("unprotected: libvirt's daemon does not answer the protector".into()),
+            true => Status::Degraded("unprotected: libvirt passes no commands on".into()),
             false => Status::Protected,
         };
     }

@@ -35,14 +35,18 @@ impl DaemonLock {
         let failed = |source| DaemonError::Lock { path: directory.to_owned(), source };
         let file = File::open(directory).map_err(failed)?;
         let deadline = Instant::now() + timeout;
+        let holder = || flock_holder(directory).ok().flatten().map_or("unknown".into(), |pid| pid.to_string());
+        let mut is_reported = false;
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(Self { _directory: file }),
-                Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
-                Err(Errno::WOULDBLOCK | Errno::INTR) => {
-                    let pid = flock_holder(directory).ok().flatten();
-                    return Err(DaemonError::Locked { pid: pid.map_or("unknown".into(), |pid| pid.to_string()) });
+                Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
+                    if !std::mem::replace(&mut is_reported, true) {
+                        tracing::info!("waiting for another operation (process {}) with libvirt's daemon", holder());
+                    }
+                    thread::sleep(POLL_INTERVAL);
                 }
+                Err(Errno::WOULDBLOCK | Errno::INTR) => return Err(DaemonError::Locked { pid: holder() }),
                 Err(e) => return Err(failed(e.into())),
             }
         }

@@ -271,7 +271,10 @@ impl<'a> ControlLoop<'a> {
         if let Err(e) = fs::write(target.rundir().unprotected(), []) {
             tracing::warn!("`rekindle status` does not show that {} is unprotected: {e}", target.name());
         }
-        self.report_wait(format!("{}; the guest runs unprotected until libvirt's daemon answers", with_causes(&error)));
+        self.report_wait(format!(
+            "{}; the guest runs unprotected until libvirt passes commands on",
+            with_causes(&error)
+        ));
         let is_stopped = self.sleep(away.clamp(RETRY_DELAY, MAX_LIBVIRT_DELAY), || !target.vmm().is_alive());
         if is_stopped {
             return Ok(LoopStep::Stop(StopReason::Requested));

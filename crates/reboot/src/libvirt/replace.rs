@@ -58,6 +58,7 @@ pub fn replace_domains(host: &Host, names: &[String], options: &DomainOptions) -
 
 fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<RebootReport, Failure> {
     let _daemon_lock = DaemonLock::acquire().map_err(Failure::unchanged)?;
+    check_jobs().map_err(Failure::unchanged)?;
     let mut recorder = Recorder::new(name, OPERATION);
     let mut inspected = preflight::inspect(host, name, options).map_err(Failure::unchanged)?;
     recorder.step("preflight");
@@ -243,6 +244,7 @@ fn hand_over(
     machine: String,
     mut destination: Destination<PreparedStage<CopiedRam>>,
 ) -> Result<Transferred, RebootError> {
+    // A job may have been started while the RAM was copied.
     check_jobs()?;
     set_absence(handover, Absence::Stopped)?;
     handover.pass("libvirt.daemon.stopping");

@@ -70,6 +70,24 @@ fn a_service_of_systemd_is_stopped_and_started_with_its_sockets() {
 }
 
 #[test]
+fn a_job_of_another_domain_prevents_a_replacement() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = libvirt.create(&DomainOptions::new("idle"));
+    let (qemu, daemon) = (domain.process(), libvirt.daemon());
+    let record = fs::read_to_string(domain.status_file()).unwrap();
+    let other = record
+        .replace(&format!("<name>{}</name>", domain.name), "<name>other</name>")
+        .replace("<vcpus>", "<job type='none' async='backup'/><vcpus>");
+    // The daemon that runs does not read it.
+    fs::write("/run/libvirt/qemu/other.xml", other).unwrap();
+    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    fs::remove_file("/run/libvirt/qemu/other.xml").unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("busy with other (backup)"), "{}", text(&output));
+    assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
+}
+
+#[test]
 fn a_second_replacement_waits_for_the_first() {
     let libvirt = PrivateLibvirt::start();
     let domains = ["one", "two"].map(|name| libvirt.boot(&DomainOptions::new(name)));

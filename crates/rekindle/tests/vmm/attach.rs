@@ -5,6 +5,7 @@ use crate::common::{DEADLINE, Guest, Lab, Net, free_port, qemu_new, qemu_newest,
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
+use rekindle_qemu::monitor::Monitor;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
 use rekindle_testing::process::open_files;
@@ -514,4 +515,21 @@ fn a_protector_continues_when_the_daemon_of_libvirt_is_back() {
     protector.kill();
     assert_eq!(domain.state(), "running");
     lab.rekindle(["detach", "dom"]).ok();
+}
+
+#[test]
+fn a_domain_that_was_started_again_gets_no_commands_for_its_old_qemu() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = libvirt.create(&DomainOptions::new("again"));
+    let monitor = Monitor::Libvirt { domain: domain.name.clone(), connect: Some(URI.into()) };
+    let mut qmp = monitor.connect(DEADLINE).unwrap();
+    qmp.execute::<Value>("query-status", ()).unwrap();
+    // The same name and UUID.
+    let file = "/run/again.xml";
+    fs::write(file, libvirt.virsh(&["dumpxml", &domain.name])).unwrap();
+    libvirt.virsh(&["destroy", &domain.name]);
+    libvirt.virsh(&["create", file]);
+    let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+    assert!(e.is_of_libvirt() && e.to_string().contains("started again"), "{e}");
+    monitor.connect(DEADLINE).unwrap().execute::<Value>("query-status", ()).unwrap();
 }
