@@ -8,11 +8,13 @@
 //! blocked.
 
 use libloading::Library;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -55,6 +57,7 @@ struct Functions {
     lookup_by_name: unsafe extern "C" fn(Object, *const c_char) -> Object,
     lookup_by_uuid: unsafe extern "C" fn(Object, *const c_char) -> Object,
     free_domain: unsafe extern "C" fn(Object) -> c_int,
+    domain_uuid: unsafe extern "C" fn(Object, *mut c_char) -> c_int,
     monitor_command: unsafe extern "C" fn(Object, *const c_char, *mut *mut c_char, c_uint) -> c_int,
     monitor_command_with_files: Option<
         unsafe extern "C" fn(
@@ -123,6 +126,7 @@ fn load() -> Result<Functions, libloading::Error> {
             lookup_by_name: *base.get(b"virDomainLookupByName\0")?,
             lookup_by_uuid: *base.get(b"virDomainLookupByUUIDString\0")?,
             free_domain: *base.get(b"virDomainFree\0")?,
+            domain_uuid: *base.get(b"virDomainGetUUIDString\0")?,
             monitor_command: *qemu.get(b"virDomainQemuMonitorCommand\0")?,
             monitor_command_with_files: qemu.get(b"virDomainQemuMonitorCommandWithFiles\0").ok().map(|symbol| *symbol),
             register_events: *qemu.get(b"virConnectDomainQemuMonitorEventRegister\0")?,
@@ -274,32 +278,94 @@ impl Domain {
         }
     }
 
-    /// Sends the events of the domain's QEMU to `events`, until the result is dropped.
+    /// Returns the domain's UUID as text.
     ///
     /// # Errors
     /// [`LibvirtError::Reported`].
-    pub fn subscribe(&self, events: Sender<MonitorEvent>) -> Result<Subscription, LibvirtError> {
+    pub fn uuid(&self) -> Result<String, LibvirtError> {
         let functions = self.connection.functions;
-        let sender = Box::into_raw(Box::new(events));
-        // SAFETY: the objects live until after the call. On success libvirt owns `sender`: it passes it to `on_event`
-        // and, after the last call, to `free_sender`.
+        let mut text = [0_u8; UUID_CHARACTERS + 1];
+        // SAFETY: the domain lives until after the call, which writes at most 37 bytes (`VIR_UUID_STRING_BUFLEN`), with
+        // a zero byte at the end.
+        let status = unsafe { (functions.domain_uuid)(self.pointer.as_ptr(), text.as_mut_ptr().cast()) };
+        match CStr::from_bytes_until_nul(&text) {
+            Ok(uuid) if status == 0 => Ok(uuid.to_string_lossy().into_owned()),
+            _ => Err(functions.last_error()),
+        }
+    }
+
+    /// Sends the events of the domain's QEMU with one of the names `names` to `events`, until the result is dropped.
+    /// Events for which `events` has no room are dropped.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn subscribe(
+        &self,
+        names: &'static [&'static str],
+        events: SyncSender<MonitorEvent>,
+    ) -> Result<Subscription, LibvirtError> {
+        let functions = self.connection.functions;
+        let key = SUBSCRIBERS.add(Subscriber { names, events });
+        // SAFETY: the objects live until after the call. libvirt passes the key, which is no pointer for it, to `on_event`
+        // and to `remove_subscriber`.
         let id = unsafe {
             (functions.register_events)(
                 self.connection.pointer.as_ptr(),
                 self.pointer.as_ptr(),
                 ptr::null(),
                 on_event,
-                sender.cast(),
-                free_sender,
+                ptr::without_provenance_mut(key),
+                remove_subscriber,
                 0,
             )
         };
         if id < 0 {
             let e = functions.last_error();
-            free_sender(sender.cast());
+            // libvirt may have done so already: old versions do when the daemon rejects the registration.
+            SUBSCRIBERS.remove(key);
             return Err(e);
         }
         Ok(Subscription { connection: Arc::clone(&self.connection), id })
+    }
+}
+
+/// A receiver of events.
+struct Subscriber {
+    names: &'static [&'static str],
+    events: SyncSender<MonitorEvent>,
+}
+
+/// The receivers of events by numbers that are never used twice. libvirt gets a number instead of a pointer: versions
+/// differ in whether they release a registration that fails, and a second removal of a number does nothing.
+struct Subscribers {
+    by_key: Mutex<BTreeMap<usize, Subscriber>>,
+    next_key: AtomicUsize,
+}
+
+static SUBSCRIBERS: Subscribers = Subscribers { by_key: Mutex::new(BTreeMap::new()), next_key: AtomicUsize::new(1) };
+
+impl Subscribers {
+    fn add(&self, subscriber: Subscriber) -> usize {
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        self.lock().insert(key, subscriber);
+        key
+    }
+
+    fn remove(&self, key: usize) {
+        self.lock().remove(&key);
+    }
+
+    fn deliver(&self, key: usize, event: MonitorEvent) {
+        if let Some(subscriber) = self.lock().get(&key)
+            && subscriber.names.contains(&event.name.as_str())
+        {
+            // The receiver may have gone already, or have no room.
+            let _ = subscriber.events.try_send(event);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Subscriber>> {
+        self.by_key.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -323,24 +389,23 @@ extern "C" fn on_event(
     seconds: c_longlong,
     microseconds: c_uint,
     _details: *const c_char,
-    sender: *mut c_void,
+    key: *mut c_void,
 ) {
-    // SAFETY: libvirt passes a string and the pointer from `subscribe`, which `free_sender` has not freed yet.
-    let (name, sender) = unsafe { (CStr::from_ptr(name), &*sender.cast::<Sender<MonitorEvent>>()) };
+    // SAFETY: libvirt passes a string that lives until after the call.
+    let name = unsafe { CStr::from_ptr(name) };
     let since_1970 = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
     let time = since_1970 + Duration::from_micros(u64::from(microseconds));
-    // The receiver may have gone already.
-    let _ = sender.send(MonitorEvent { name: name.to_string_lossy().into_owned(), time });
+    SUBSCRIBERS.deliver(key.addr(), MonitorEvent { name: name.to_string_lossy().into_owned(), time });
 }
 
-extern "C" fn free_sender(sender: *mut c_void) {
-    // SAFETY: the pointer is that of `subscribe`'s box. libvirt, or `subscribe` if it fails, calls this once.
-    drop(unsafe { Box::from_raw(sender.cast::<Sender<MonitorEvent>>()) });
+extern "C" fn remove_subscriber(key: *mut c_void) {
+    SUBSCRIBERS.remove(key.addr());
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc::{RecvError, sync_channel};
 
     /// libvirt's built-in driver for tests. It has one domain, and no monitor.
     const TEST_DRIVER: &str = "test:///default";
@@ -350,10 +415,35 @@ mod tests {
         let connection = Arc::new(Connection::open(Some(TEST_DRIVER)).unwrap());
         assert!(connection.is_alive());
         for name in ["test", "1", "6695eb01-f6a4-8304-79aa-97f2502e193f"] {
-            let e = connection.lookup(name).unwrap().monitor("{}", &[]).unwrap_err();
+            let domain = connection.lookup(name).unwrap();
+            assert_eq!(domain.uuid().unwrap(), "6695eb01-f6a4-8304-79aa-97f2502e193f");
+            let e = domain.monitor("{}", &[]).unwrap_err();
             assert!(e.to_string().contains("not supported by the connection driver"), "{name}: {e}");
         }
         let e = connection.lookup("it's none").err().unwrap();
         assert!(e.to_string().contains("Domain not found"), "{e}");
+    }
+
+    #[test]
+    fn a_registration_that_libvirt_refuses_leaves_no_receiver() {
+        let connection = Arc::new(Connection::open(Some(TEST_DRIVER)).unwrap());
+        let (sender, receiver) = sync_channel(1);
+        assert!(connection.lookup("test").unwrap().subscribe(&["STOP"], sender).is_err());
+        // The only sender was dropped.
+        assert_eq!(receiver.recv(), Err(RecvError));
+    }
+
+    #[test]
+    fn a_receiver_gets_the_events_it_wants_as_far_as_it_has_room() {
+        let (sender, receiver) = sync_channel(2);
+        let key = SUBSCRIBERS.add(Subscriber { names: &["STOP", "RESUME"], events: sender });
+        let event = |name: &str, ms| MonitorEvent { name: name.into(), time: Duration::from_millis(ms) };
+        for (name, ms) in [("RTC_CHANGE", 1), ("STOP", 2), ("RESUME", 3), ("STOP", 4)] {
+            SUBSCRIBERS.deliver(key, event(name, ms));
+        }
+        SUBSCRIBERS.remove(key);
+        SUBSCRIBERS.remove(key);
+        SUBSCRIBERS.deliver(key, event("STOP", 5));
+        assert_eq!(receiver.iter().collect::<Vec<_>>(), [event("STOP", 2), event("RESUME", 3)]);
     }
 }

@@ -1,9 +1,13 @@
-//! Domains: guests that libvirt runs.
+//! Domains: guests that libvirt runs, and libvirt's daemon, which starts and manages them.
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`status`] | what libvirt's daemon records of a running domain |
+//! | [`status_file`] | the daemon's record of a running domain |
+//! | [`domains`] | all running domains |
+//! | [`daemon`] | finds, stops and starts the daemon |
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
-pub mod status;
+pub mod daemon;
+pub mod domains;
+pub mod status_file;

@@ -10,7 +10,9 @@ use rekindle_kernel::inject::InjectError;
 use rekindle_memory::ram::GuestRamError;
 use rekindle_memory::tracker::TrackError;
 use rekindle_qemu::adopt::{AdoptError, Obstacle};
+use rekindle_qemu::devices::DeviceStateError;
 use rekindle_qemu::qmp::QmpError;
+use rekindle_qemu::ramblock::LocateError;
 use rekindle_store::StoreError;
 use std::error::Error;
 use std::path::PathBuf;
@@ -132,6 +134,20 @@ pub(crate) enum CheckpointError {
     /// A page that the guest was about to write could not be copied.
     #[error("a page could not be copied before the guest changed it")]
     NotCopied(#[source] GuestRamError),
+}
+
+impl CheckpointError {
+    /// Returns whether libvirt has not passed a command on: its daemon may be stopped.
+    pub(crate) fn is_of_libvirt(&self) -> bool {
+        match self {
+            Self::Qmp(e)
+            | Self::HoldOutput(e)
+            | Self::Pause(PauseError::Qmp(e) | PauseError::Devices(DeviceStateError::Qmp(e)))
+            | Self::Ram(GuestRamError::Locate(LocateError::Qmp(e)))
+            | Self::Adopt(AdoptError::Qmp(e)) => e.is_of_libvirt(),
+            _ => false,
+        }
+    }
 }
 
 /// Why no tracking session could be started.

@@ -35,7 +35,7 @@ pub enum ProtectEvent {
     /// The store can be written again.
     StoreBack,
     /// No checkpoint is possible for now: the guest was stopped by another process, its memory is incomplete, a disk
-    /// server rejects the checkpoint, or the VM needs recovery.
+    /// server rejects the checkpoint, libvirt's daemon does not answer, or the VM needs recovery.
     Waiting {
         /// The reason, as a sentence fragment.
         state: String,

@@ -7,9 +7,13 @@
 //! libvirt reports QEMU's events, too, but not before the reply to the command that caused them. Only two are passed
 //! on. `STOP` has the time at which `stop` was sent: nothing waits for the event while the guest is stopped. `RESUME`
 //! is QEMU's. Therefore a measured pause is never shorter than the actual one.
+//!
+//! The relay belongs to one *instance* of the domain: the QEMU that ran when it was opened. If the domain is destroyed and
+//! started again, commands fail instead of reaching the new QEMU.
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{LIBVIRT_ERROR_CLASS, Qmp, QmpError};
 use rekindle_kernel::libvirt_client::{Connection, Domain, LibvirtError, MonitorEvent, Subscription};
+use rekindle_kernel::process::Process;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -18,7 +22,7 @@ use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -29,6 +33,12 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(20);
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Limit for the event that follows a successful `cont`. It usually arrives within a millisecond of the reply.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The events that the relay uses.
+const EVENTS: &[&str] = &["STOP", "RESUME"];
+/// Limit of the events that wait. The relay reads them during a pause, in which QEMU sends two, and a few more if other
+/// clients stop and resume the guest meanwhile.
+const MAX_EVENTS: usize = 64;
 
 /// Connects to the QEMU of a libvirt domain.
 ///
@@ -67,16 +77,60 @@ impl OpenDomain {
     fn of(connection: Connection, name: &str) -> Result<Self, LibvirtError> {
         let connection = Arc::new(connection);
         let domain = connection.lookup(name)?;
-        let (sender, events) = channel();
-        Ok(Self { _subscription: domain.subscribe(sender)?, events, domain, connection })
+        let (sender, events) = sync_channel(MAX_EVENTS);
+        Ok(Self { _subscription: domain.subscribe(EVENTS, sender)?, events, domain, connection })
+    }
+
+    /// Returns the number of the thread of QEMU's first virtual processor, which cannot be unplugged.
+    fn first_thread(&self) -> Result<u32, LibvirtError> {
+        let reply = self.domain.monitor(r#"{"execute":"query-cpus-fast"}"#, &[])?;
+        let thread = serde_json::from_str::<Value>(&reply).ok().and_then(|reply| {
+            let mut processors = reply.get("return")?.as_array()?.iter();
+            let first = processors.find(|processor| processor.get("cpu-index").and_then(Value::as_u64) == Some(0))?;
+            u32::try_from(first.get("thread-id")?.as_u64()?).ok()
+        });
+        thread.ok_or(LibvirtError::Reported(reply))
     }
 }
+
+/// Identifies the QEMU that ran when the relay was opened.
+struct Instance {
+    uuid: String,
+    first_thread: u32,
+    /// That thread, if it is visible: it is not on another host or in another PID namespace.
+    thread: Option<Process>,
+}
+
+impl Instance {
+    fn of(open: &OpenDomain) -> Result<Self, LibvirtError> {
+        let first_thread = open.first_thread()?;
+        Ok(Self { uuid: open.domain.uuid()?, first_thread, thread: Process::of(first_thread).ok() })
+    }
+
+    /// Rejects a command if the instance has ended.
+    fn check(&self) -> Result<(), LibvirtError> {
+        match &self.thread {
+            Some(thread) if !thread.is_alive() => Err(LibvirtError::Reported(INSTANCE_ENDED.into())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Rejects a connection to another instance of the domain.
+    fn check_same(&self, open: &OpenDomain) -> Result<(), LibvirtError> {
+        self.check()?;
+        let is_same = open.domain.uuid()? == self.uuid && open.first_thread()? == self.first_thread;
+        if is_same { Ok(()) } else { Err(LibvirtError::Reported(INSTANCE_ENDED.into())) }
+    }
+}
+
+const INSTANCE_ENDED: &str = "the QEMU of the domain has ended; if the domain was started again, another one runs it";
 
 /// Passes the commands of a QMP client on to libvirt.
 struct Relay {
     name: String,
     uri: Option<String>,
     open: OpenDomain,
+    instance: Instance,
     /// When the last `stop` was sent, since 1970; none after `cont`.
     stop_sent: Option<Duration>,
     /// Whether the connection was opened again since the last `stop`, so that events may be missing.
@@ -88,8 +142,9 @@ impl Relay {
     fn open(name: String, uri: Option<String>) -> Result<(Self, Value), String> {
         let connection = Connection::open(uri.as_deref()).map_err(|e| e.to_string())?;
         let open = OpenDomain::of(connection, &name).map_err(|e| e.to_string())?;
-        let mut relay = Self { name, uri, open, stop_sent: None, may_miss_events: false };
-        let reply = relay.execute(r#"{"execute":"query-version"}"#, true, None).map_err(|e| e.to_string())?;
+        let reply = open.domain.monitor(r#"{"execute":"query-version"}"#, &[]).map_err(|e| e.to_string())?;
+        let instance = Instance::of(&open).map_err(|e| e.to_string())?;
+        let relay = Self { name, uri, open, instance, stop_sent: None, may_miss_events: false };
         let version = serde_json::from_str::<Value>(&reply).ok().and_then(|reply| reply.get("return").cloned());
         Ok((relay, version.ok_or(reply)?))
     }
@@ -97,6 +152,7 @@ impl Relay {
     /// Returns QEMU's reply. The connection is opened again if the daemon has closed it (a restart), and a command that
     /// `is_repeatable` is then sent again.
     fn execute(&mut self, command: &str, is_repeatable: bool, fd: Option<OwnedFd>) -> Result<String, LibvirtError> {
+        self.instance.check()?;
         if !self.open.connection.is_alive() {
             self.reopen()?;
         }
@@ -113,15 +169,19 @@ impl Relay {
     /// resume it.
     fn reopen(&mut self) -> Result<(), LibvirtError> {
         let deadline = Instant::now() + RESTART_TIMEOUT;
-        let connection = loop {
-            match Connection::open(self.uri.as_deref()) {
-                Ok(connection) => break connection,
+        let open = loop {
+            // A daemon that has just been started may accept connections before it has found its domains.
+            let opened = Connection::open(self.uri.as_deref())
+                .and_then(|connection| OpenDomain::of(connection, &self.instance.uuid))
+                .and_then(|open| self.instance.check_same(&open).map(|()| open));
+            match opened {
+                Ok(open) => break open,
                 Err(e) if Instant::now() >= deadline => return Err(e),
                 Err(_) => thread::sleep(RESTART_POLL_INTERVAL),
             }
+            self.instance.check()?;
         };
-        self.open = OpenDomain::of(connection, &self.name)?;
-        self.may_miss_events = true;
+        (self.open, self.may_miss_events) = (open, true);
         Ok(())
     }
 
@@ -166,6 +226,10 @@ impl Relay {
                 Ok(status) if is_running(&status) => return vec![error_line(RESUMED_BY_ANOTHER)],
                 _ => {}
             }
+        }
+        if name == "stop" {
+            // Only what happens from now on matters, and its events need room.
+            while self.open.events.try_recv().is_ok() {}
         }
         let sent = since_1970();
         let is_repeatable = matches!(name, "stop" | "cont") || name.starts_with("query-");
@@ -218,9 +282,9 @@ fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Returns the line of a monitor's error reply.
+/// Returns the line of an error reply of the relay, which [`Qmp`] does not take for QEMU's.
 fn error_line(text: &str) -> String {
-    json!({"error": {"class": "libvirt", "desc": text}}).to_string()
+    json!({"error": {"class": LIBVIRT_ERROR_CLASS, "desc": text}}).to_string()
 }
 
 fn event_line(name: &str, since_1970: Duration) -> String {
@@ -307,6 +371,37 @@ mod tests {
         assert!(fd.is_none());
         drop(client_end);
         assert!(commands.next().is_none());
+    }
+
+    #[test]
+    fn an_instance_whose_qemu_has_ended_gets_no_commands() {
+        let thread = Process::current().unwrap();
+        let instance = |thread| Instance { uuid: String::new(), first_thread: 1, thread };
+        instance(Some(thread)).check().unwrap();
+        instance(None).check().unwrap();
+        // Another process or thread has the number now.
+        let e = instance(Some(Process { started: thread.started + 1, ..thread })).check().unwrap_err();
+        assert!(e.to_string().contains("started again"), "{e}");
+    }
+
+    #[test]
+    fn an_error_of_libvirt_is_not_taken_for_one_of_qemu() {
+        let (client_end, monitor_end) = UnixStream::pair().unwrap();
+        let serve = thread::spawn(move || {
+            let mut out = &monitor_end;
+            let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 2}});
+            writeln!(out, "{}", json!({"QMP": {"version": version}})).unwrap();
+            let mut commands = CommandReader { socket: &monitor_end, unread: Vec::new(), fds: Vec::new() };
+            for reply in [json!({"return": {}}).to_string(), error_line("the daemon has ended")] {
+                commands.next().unwrap();
+                writeln!(out, "{reply}").unwrap();
+            }
+        });
+        let mut qmp = Qmp::over(client_end, Duration::from_secs(30)).unwrap();
+        let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+        assert!(e.is_of_libvirt() && matches!(e, QmpError::NotPassedOn { .. }), "{e}");
+        assert_eq!(e.to_string(), "cannot run `query-status` through libvirt: the daemon has ended");
+        serve.join().unwrap();
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use rekindle_handover::copied_ram::CopyError;
 use rekindle_kernel::surroundings::EnvironmentError;
+use rekindle_libvirt::daemon::DaemonError;
+use rekindle_libvirt::status_file::StatusFileError;
 use rekindle_qemu::adopt::AdoptError;
 use std::io;
 use std::path::PathBuf;
@@ -9,23 +11,6 @@ use std::path::PathBuf;
 /// Why a domain's QEMU cannot be replaced, or not be given back to libvirt.
 #[derive(Debug, thiserror::Error)]
 pub enum DomainError {
-    #[error("{} is not a status file of libvirt that Rekindle understands: {what}", path.display())]
-    Malformed { path: PathBuf, what: String },
-    #[error("libvirt's daemon does not run; start it, so that Rekindle can ask it about the domain")]
-    NoDaemon,
-    #[error(
-        "libvirt's daemon (process {pid}) is a service of systemd, whose clients start it again at any moment; Rekindle \
-         cannot hold them off yet"
-    )]
-    Systemd { pid: u32 },
-    #[error("libvirt's daemon (process {pid}) does not end")]
-    DaemonStays { pid: u32 },
-    #[error("cannot start libvirt's daemon: `{command}`; start it by hand, then: rekindle recover")]
-    DaemonFailed {
-        command: String,
-        #[source]
-        source: io::Error,
-    },
     #[error("libvirt has not connected to the new QEMU of {name}: {why}; see the log of libvirt's daemon")]
     NotReconnected { name: String, why: String },
     #[error("{name} has changed while its replacement was prepared: {what}; try again")]
@@ -42,6 +27,10 @@ pub enum DomainError {
         source: io::Error,
     },
     #[error(transparent)]
+    StatusFile(#[from] StatusFileError),
+    #[error(transparent)]
+    Daemon(#[from] DaemonError),
+    #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(transparent)]
     Copy(#[from] CopyError),
@@ -52,6 +41,10 @@ pub enum DomainError {
 impl DomainError {
     /// Returns whether `rekindle recover` must finish the operation.
     pub(crate) fn needs_recovery(&self) -> bool {
-        matches!(self, Self::DaemonStays { .. } | Self::DaemonFailed { .. } | Self::NotReconnected { .. })
+        match self {
+            Self::Daemon(e) => e.leaves_it_stopped(),
+            Self::NotReconnected { .. } => true,
+            _ => false,
+        }
     }
 }

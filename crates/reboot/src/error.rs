@@ -2,6 +2,8 @@
 
 use crate::domain_error::DomainError;
 use rekindle_handover::{GuestStatus, HandoverError};
+use rekindle_libvirt::daemon::DaemonError;
+use rekindle_libvirt::status_file::StatusFileError;
 use rekindle_memory::directory::RamError;
 use rekindle_protect::moving::MoveError;
 use rekindle_protect::restore::RestoreError;
@@ -98,6 +100,18 @@ from_lower_layers!(HandoverError, LifeError, BinaryError, VmmError, QmpError, Tr
 impl From<DomainError> for RebootError {
     fn from(error: DomainError) -> Self {
         Self::Domain(Box::new(error))
+    }
+}
+
+impl From<StatusFileError> for RebootError {
+    fn from(error: StatusFileError) -> Self {
+        DomainError::from(error).into()
+    }
+}
+
+impl From<DaemonError> for RebootError {
+    fn from(error: DaemonError) -> Self {
+        DomainError::from(error).into()
     }
 }
 

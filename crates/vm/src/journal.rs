@@ -4,6 +4,8 @@
 //! synced before it is taken. If the file exists while the lock is free, the operation's process has died; the file
 //! names the step and the QEMUs that take part.
 
+pub use rekindle_libvirt::daemon::DaemonRecord;
+
 use crate::rundir::{RunDir, sync_directory, write_json};
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
@@ -198,23 +200,6 @@ pub struct ForwardedPort {
     pub network: String,
     /// As in QEMU's `hostfwd_add`.
     pub rule: String,
-}
-
-/// How to start libvirt's daemon again.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DaemonRecord {
-    /// Number of the process that was stopped.
-    pub pid: u32,
-    /// Its start time.
-    pub started: u64,
-    /// Program and arguments.
-    pub command: Vec<String>,
-    /// Environment variables.
-    pub environment: Vec<(String, String)>,
-    /// Working directory.
-    pub directory: PathBuf,
-    /// The file with the daemon's process number.
-    pub pid_file: PathBuf,
 }
 
 /// Whether libvirt's daemon has been stopped.

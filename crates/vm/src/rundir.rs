@@ -131,6 +131,12 @@ impl RunDir {
         self.file("protection.lock")
     }
 
+    /// Returns the file that exists while the protector of an attached VM cannot reach QEMU.
+    #[must_use]
+    pub fn unprotected(&self) -> PathBuf {
+        self.file("unprotected")
+    }
+
     /// Returns the lock file of the pager. A restore holds it until the pager has started.
     #[must_use]
     pub fn pager_lock(&self) -> PathBuf {

@@ -101,7 +101,10 @@ fn observe_guest(rundir: &RunDir, recorded_qemu: Option<&Vmm>) -> Status {
         return lock::running_operation(rundir).map_or(Status::Ended, Status::Busy);
     };
     if vmm.monitor.is_some() && lock::protector(rundir).is_some() {
-        return Status::Protected;
+        return match rundir.unprotected().exists() {
+            true => Status::Degraded("unprotected: libvirt passes no commands on".into()),
+            false => Status::Protected,
+        };
     }
     match vmm.connect_watcher(QMP_TIMEOUT).and_then(|mut qmp| run_state(&mut qmp)) {
         Ok(state) if state == "running" => Status::Running,

@@ -2,22 +2,23 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use rekindle_libvirt::status::{self, DomainStatus, SYSTEM_DIRECTORY};
+use rekindle_libvirt::domains;
+use rekindle_libvirt::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, tools, wait_for};
 use std::path::Path;
 
 /// Returns the status of the only domain.
-fn only_domain() -> DomainStatus {
-    let mut domains = status::all(Path::new(SYSTEM_DIRECTORY)).unwrap();
-    assert_eq!(domains.len(), 1, "{domains:?}");
-    domains.remove(0).unwrap()
+fn only_domain() -> DomainRecord {
+    let mut records = domains::all(Path::new(SYSTEM_DIRECTORY)).unwrap();
+    assert_eq!(records.len(), 1, "{records:?}");
+    records.remove(0).unwrap()
 }
 
 #[test]
 fn a_domain_is_found_while_the_daemon_is_stopped_and_after_it_was_started_again() {
     let libvirt = PrivateLibvirt::start();
-    assert!(status::all(Path::new(SYSTEM_DIRECTORY)).unwrap().is_empty());
+    assert!(domains::all(Path::new(SYSTEM_DIRECTORY)).unwrap().is_empty());
     let domain = libvirt.boot(&DomainOptions::new("web"));
     let boot_id = domain.ask("boot-id");
     let qemu = domain.process();
@@ -27,8 +28,8 @@ fn a_domain_is_found_while_the_daemon_is_stopped_and_after_it_was_started_again(
     let recorded = only_domain();
     assert_eq!((recorded.name.as_str(), recorded.pid), (domain.name.as_str(), qemu.pid));
     assert_eq!((recorded.state.as_str(), recorded.emulator.as_path()), ("running", tools::qemu_new()));
-    assert!(recorded.qemu().is_some());
-    assert_eq!(recorded.outdated().unwrap(), None);
+    assert!(domains::qemu(&recorded).is_some());
+    assert_eq!(domains::outdated(&recorded).unwrap(), None);
     assert_eq!(domain.ask("boot-id"), boot_id, "the guest runs on");
 
     libvirt.start_daemon();

@@ -8,7 +8,8 @@
 //!     └────── QEMU cannot be tracked now: wait, start again
 //! ```
 //!
-//! A store that does not answer, a stopped guest and an unfinished operation on the VM only delay the next checkpoint.
+//! A store that does not answer, a stopped guest, a restart of libvirt's daemon and an unfinished operation on the VM only
+//! delay the next checkpoint.
 
 use super::series::CheckpointSeries;
 use super::{ProtectSettings, StopReason, Summary};
@@ -26,6 +27,7 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::qemu::OFF;
+use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,6 +38,10 @@ const RETRY_DELAY: Duration = Duration::from_millis(200);
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long QEMU may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long libvirt may fail to pass commands on, for example while its package is upgraded.
+const LIBVIRT_TIMEOUT: Duration = Duration::from_secs(600);
+/// Longest delay before libvirt is tried again.
+const MAX_LIBVIRT_DELAY: Duration = Duration::from_secs(5);
 /// Number of consecutive failures after which protection stops.
 const MAX_FAILURES: u32 = 3;
 /// Delay between two checks whether the protector is to stop.
@@ -53,6 +59,8 @@ pub(super) struct ControlLoop<'a> {
     /// When the newest checkpoint was started; without one, when the protector was started.
     newest_started: Instant,
     consecutive_failures: u32,
+    /// Since when libvirt has not passed commands on.
+    libvirt_away_since: Option<Instant>,
     store_has_failed: bool,
     output_is_held: bool,
 }
@@ -84,6 +92,7 @@ impl<'a> ControlLoop<'a> {
             newest: None,
             newest_started: Instant::now(),
             consecutive_failures: 0,
+            libvirt_away_since: None,
             store_has_failed: false,
             output_is_held: false,
         }
@@ -91,6 +100,8 @@ impl<'a> ControlLoop<'a> {
 
     pub fn run(mut self, target: Target) -> Result<Summary, ProtectError> {
         let mut target = Box::new(target);
+        // An earlier protector may have been killed while it waited.
+        let _ = fs::remove_file(target.rundir().unprotected());
         let ended = loop {
             let next_step = match self.series.start_session(&target) {
                 Ok(session) => self.run_session(session)?,
@@ -155,6 +166,9 @@ impl<'a> ControlLoop<'a> {
         }
         let report = result?;
         self.consecutive_failures = 0;
+        if self.libvirt_away_since.take().is_some() {
+            let _ = fs::remove_file(session.target.rundir().unprotected());
+        }
         if std::mem::take(&mut self.store_has_failed) {
             self.report(&ProtectEvent::StoreBack);
         }
@@ -221,6 +235,7 @@ impl<'a> ControlLoop<'a> {
                 self.report_wait(e.to_string());
                 Ok(wait)
             }
+            error if is_alive && error.is_of_libvirt() => self.wait_for_libvirt(target, error),
             error => self.track_again(target, error),
         }
     }
@@ -245,6 +260,26 @@ impl<'a> ControlLoop<'a> {
             None if error.is_no_store() => Err(owner_record.store_gone(target.rundir(), &error).into()),
             None => Err(error.into()),
         }
+    }
+
+    /// Waits for libvirt, with growing delays, and starts the tracking again. The guest runs meanwhile.
+    fn wait_for_libvirt(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
+        let away = self.libvirt_away_since.get_or_insert_with(Instant::now).elapsed();
+        if away > LIBVIRT_TIMEOUT {
+            return Err(ProtectError::tracking(target.name(), error));
+        }
+        if let Err(e) = fs::write(target.rundir().unprotected(), []) {
+            tracing::warn!("`rekindle status` does not show that {} is unprotected: {e}", target.name());
+        }
+        self.report_wait(format!(
+            "{}; the guest runs unprotected until libvirt passes commands on",
+            with_causes(&error)
+        ));
+        let is_stopped = self.sleep(away.clamp(RETRY_DELAY, MAX_LIBVIRT_DELAY), || !target.vmm().is_alive());
+        if is_stopped {
+            return Ok(LoopStep::Stop(StopReason::Requested));
+        }
+        Ok(LoopStep::Attach(Box::new(target.clone())))
     }
 
     /// Starts the tracking again, after `error`: in the QEMU that runs the guest now, or in the same one.

@@ -53,6 +53,8 @@ pub enum QmpError {
         domain: String,
         message: String,
     },
+    #[error("cannot run `{command}` through libvirt: {message}")]
+    NotPassedOn { command: String, message: String },
     #[error("QMP socket error during `{during}`")]
     Io {
         /// The command that waited for an answer.
@@ -66,5 +68,10 @@ impl QmpError {
     /// Returns whether QEMU gave no answer, as opposed to an error or a closed socket.
     pub fn is_silence(&self) -> bool {
         matches!(self, Self::NoGreeting { .. } | Self::Timeout { .. } | Self::TooLong { .. })
+    }
+
+    /// Returns whether libvirt gave no answer of QEMU: its daemon may be stopped, for example.
+    pub fn is_of_libvirt(&self) -> bool {
+        matches!(self, Self::Libvirt { .. } | Self::NotPassedOn { .. })
     }
 }

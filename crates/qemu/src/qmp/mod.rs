@@ -40,6 +40,8 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Limit of an answer or an event, in bytes. The longest is the answer to `query-qmp-schema`, of 250 kB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// Class of an error that is not QEMU's: libvirt has not passed the command on.
+pub(crate) const LIBVIRT_ERROR_CLASS: &str = "libvirt";
 /// Limit of messages in one call: a QEMU may send them without end.
 const MAX_MESSAGES_PER_READ: usize = 1024;
 
@@ -266,6 +268,9 @@ impl Qmp {
             Message::Error { .. } | Message::Return { .. } if self.overdue_answers > 0 => {
                 self.overdue_answers -= 1;
                 Ok(None)
+            }
+            Message::Error { error } if error.class == LIBVIRT_ERROR_CLASS => {
+                Err(QmpError::NotPassedOn { command: command.into(), message: error.desc })
             }
             Message::Error { error } => {
                 Err(QmpError::Refused { command: command.into(), class: error.class, description: error.desc })

@@ -5,7 +5,7 @@ use super::environment::vcpus;
 use super::journal::{operation, set_absence};
 use super::preflight::libvirt_monitor;
 use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
-use super::{DomainError, daemon, forwards};
+use super::{DomainError, daemon, forwards, record_copy};
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
@@ -39,6 +39,7 @@ const CHARDEV_PREFIX: &str = "char";
 /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
 pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
     let libvirt = operation(handover)?.clone();
+    record_copy::restore_if_missing(&handover.rundir, &libvirt)?;
     let record = StatusFile::read(&libvirt.status_file)?.parse()?;
     if record.pid != destination.pid {
         // An administrator may have started it since, and it would take the change of its record for a crash.
@@ -63,6 +64,14 @@ pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut
     wait_reconnected(handover.name(), &libvirt.status_file, mark, destination)?;
     handover.pass("libvirt.give-back.reconnected");
     Ok(())
+}
+
+/// Rejects a destination for which libvirt's record of the domain cannot be edited, and keeps a copy of the record.
+pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
+    let libvirt = operation(handover)?;
+    let record = StatusFile::read(&libvirt.status_file)?;
+    record.edited(&edit(libvirt, destination, qmp)?)?;
+    Ok(record_copy::keep(&handover.rundir, &record)?)
 }
 
 /// Freezes the source and puts its listening sockets in the place of the destination's stand-ins: two QEMUs that listen

@@ -26,15 +26,15 @@
 //! | `recover` | the end of an interrupted operation |
 //! | `capabilities` | libvirt's names of the destination's features |
 //! | `journal` | what the journal has of libvirt |
-//! | `daemon` | libvirt's daemon |
-//! | `status_file` | the daemon's record of a domain |
+//! | `record_copy` | a copy of libvirt's record of the domain |
+//!
+//! The daemon and its status files are in the crate `rekindle-libvirt`.
 //!
 //! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
 //! is the source, to which every failure returns; after it the guest may have written to its disks, so that only the
 //! destination can continue.
 
 mod capabilities;
-mod daemon;
 mod environment;
 mod forwards;
 mod give_back;
@@ -42,9 +42,9 @@ mod journal;
 mod obstacles;
 mod preflight;
 mod recheck;
+mod record_copy;
 pub(crate) mod recover;
 mod replace;
-mod status_file;
 mod way_back;
 
 pub use replace::replace_domains;
@@ -53,6 +53,7 @@ pub use crate::domain_error::DomainError;
 
 use crate::error::{Problem, RebootError};
 use crate::vmm::{QemuInfo, ReplacementPlan, VmPlan};
+use rekindle_libvirt::{daemon, status_file};
 use rekindle_vm::host::Host;
 use std::path::PathBuf;
 

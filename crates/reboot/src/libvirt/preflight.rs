@@ -1,7 +1,7 @@
 //! Inspects a domain before anything is changed: everything that prevents the replacement is an error that names it.
 
 use super::recheck::Baseline;
-use super::status_file::{DomainRecord, StatusFile};
+use super::status_file::{DomainRecord, StatusFile, StatusFileError};
 use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
@@ -69,7 +69,8 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let inventory = Inventory::read(&mut qmp)?;
     let found = adopted.obstacles.iter().cloned().chain(inventory.obstacles());
     let mut problems: Vec<String> = found.map(text_of).collect();
-    let malformed = |e: roxmltree::Error| DomainError::Malformed { path: status_file.clone(), what: e.to_string() };
+    let malformed =
+        |e: roxmltree::Error| StatusFileError::Malformed { path: status_file.clone(), problem: e.to_string() };
     problems.extend(obstacles::of_status(name, status.text()).map_err(malformed)?);
     if OutputHold::find(&mut qmp)?.is_some() {
         problems.push(format!("its network output is held: rekindle release {name}"));

@@ -12,11 +12,13 @@ use super::way_back::{end_without_guest, undo};
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, continue_interrupted};
 use crate::vmm::recover::live_destination;
+use rekindle_libvirt::daemon::lock::DaemonLock;
 use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::locked_vm::LockedVm;
 
 /// Ends an interrupted replacement. Can be repeated.
 pub(crate) fn recover_replacement(locked_vm: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
+    let _daemon_lock = DaemonLock::acquire()?;
     let mut handover = continue_interrupted(locked_vm, journal);
     let step = handover.journal.operation.step;
     if step < Step::Resume {

@@ -18,6 +18,7 @@ use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::ThreadPlaces;
+use rekindle_libvirt::daemon::lock::{DaemonLock, check_jobs};
 use rekindle_life::attach::AdoptedGuest;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::Start;
@@ -53,6 +54,8 @@ pub fn replace_domains(host: &Host, names: &[String], options: &DomainOptions) -
 }
 
 fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<RebootReport, Failure> {
+    let _daemon_lock = DaemonLock::acquire().map_err(Failure::unchanged)?;
+    check_jobs().map_err(Failure::unchanged)?;
     let mut recorder = Recorder::new(name, OPERATION);
     let mut inspected = preflight::inspect(host, name, options).map_err(Failure::unchanged)?;
     recorder.step("preflight");
@@ -201,6 +204,8 @@ fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepare
 
     compare_qemus(handover.name(), &mut inspected.qmp, &mut destination.qmp, &ids)?;
     inspected.baseline.fit(&mut destination.qmp)?;
+    let process = destination.vmm.process();
+    give_back::rehearse(handover, process, &mut destination.qmp)?;
     let copies: io::Result<Vec<File>> = ram.blocks().map(|block| block.file.try_clone()).collect();
     let ram_files = copies.map_err(RebootError::file(Path::new("/proc/self/fd")))?;
     let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(DomainError::from)?;
@@ -240,6 +245,8 @@ fn hand_over(
     machine: String,
     mut destination: Destination<PreparedStage<CopiedRam>>,
 ) -> Result<Transferred, RebootError> {
+    // A job may have been started while the RAM was copied.
+    check_jobs()?;
     set_absence(handover, Absence::Stopped)?;
     handover.pass("libvirt.daemon.stopping");
     let libvirt = operation(handover)?.clone();

@@ -2,7 +2,7 @@
 
 use super::journal::operation;
 use super::preflight::DESTINATION_GENERATION;
-use super::{DomainError, daemon};
+use super::{DomainError, daemon, record_copy};
 use crate::error::{Failure, RebootError};
 use rekindle_handover::{Handover, evidence};
 use rekindle_kernel::inject::Injector;
@@ -101,6 +101,9 @@ fn return_to_libvirt(handover: &Handover) -> Result<(), RebootError> {
     if let Some(libvirt) = &handover.journal.operation.libvirt
         && libvirt.absence != Absence::Present
     {
+        if handover.live_source().is_some() {
+            record_copy::restore_if_missing(&handover.rundir, libvirt)?;
+        }
         daemon::start_if_absent(&libvirt.daemon)?;
     }
     handover.rundir.remove().map_err(RebootError::file(handover.rundir.path()))

@@ -5,7 +5,8 @@ use super::show::version_text;
 use crate::output::Output;
 use anyhow::Result;
 use comfy_table::{Table, presets};
-use rekindle_libvirt::status::{self as domain_status, DomainStatus, SYSTEM_DIRECTORY};
+use rekindle_libvirt::domains;
+use rekindle_libvirt::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use rekindle_qemu::outdated::{self, Outdated};
 use rekindle_qemu::program::Program;
 use rekindle_vm::host::Host;
@@ -67,8 +68,8 @@ pub fn status(output: &Output) -> Result<ExitCode> {
             Err(e) => answer.unreadable.push(format!("VM {name}: {e}")),
         }
     }
-    match domain_status::all(Path::new(SYSTEM_DIRECTORY)) {
-        Ok(domains) => domains.into_iter().for_each(|domain| match domain {
+    match domains::all(Path::new(SYSTEM_DIRECTORY)) {
+        Ok(records) => records.into_iter().for_each(|domain| match domain {
             Ok(domain) => answer.add_domain(domain),
             Err(e) => answer.unreadable.push(with_causes(&e)),
         }),
@@ -110,13 +111,13 @@ impl HostStatus {
     }
 
     /// Adds a domain, unless its QEMU has been attached and is in the list already.
-    fn add_domain(&mut self, domain: DomainStatus) {
+    fn add_domain(&mut self, domain: DomainRecord) {
         let is_attached = |guest: &GuestStatus| guest.manager == Manager::Attached && guest.pid == Some(domain.pid);
         if self.guests.iter().any(is_attached) {
             return;
         }
-        let comparison = domain.outdated();
-        let has_qemu = domain.qemu().is_some();
+        let comparison = domains::outdated(&domain);
+        let has_qemu = domains::qemu(&domain).is_some();
         let guest = GuestStatus {
             name: domain.name,
             manager: Manager::Libvirt,

@@ -5,7 +5,9 @@ use crate::common::{DEADLINE, Guest, Lab, Net, free_port, qemu_new, qemu_newest,
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
+use rekindle_qemu::monitor::Monitor;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
+use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
 use rekindle_testing::process::open_files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -403,81 +405,20 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     guest.rekindle(&["detach"]).ok();
 }
 
-/// A libvirtd that only this test uses. It runs as another user and has its own directories.
-struct Libvirt<'a> {
-    lab: &'a Lab,
-    daemon: Child,
-    uri: String,
-}
-
-impl<'a> Libvirt<'a> {
-    fn start(lab: &'a Lab) -> Self {
-        let root = lab.path("lv");
-        fs::create_dir(&root).unwrap();
-        let path = |name: &str| root.join(name).to_string_lossy().into_owned();
-        let directories = [
-            ("HOME", "home"),
-            ("XDG_RUNTIME_DIR", "run"),
-            ("XDG_CONFIG_HOME", "c"),
-            ("XDG_CACHE_HOME", "cache"),
-            ("XDG_DATA_HOME", "data"),
-        ];
-        let (kernel, initrd) = lab.image();
-        fs::copy(kernel, path("vmlinuz")).unwrap();
-        fs::copy(initrd, path("initrd")).unwrap();
-        directories.iter().for_each(|(_, name)| fs::create_dir(path(name)).unwrap());
-        fs::set_permissions(lab.path(""), PermissionsExt::from_mode(0o755)).unwrap();
-        assert!(Command::new("chown").args(["-R", "nobody:nogroup", &path("")]).status().unwrap().success());
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "libvirtd", "--timeout", "600"]);
-        command.args(["--pid-file", &path("libvirtd.pid")]).current_dir(&root).env_clear();
-        command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").envs(directories.map(|(key, name)| (key, path(name))));
-        let log = fs::File::create(path("log")).unwrap();
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        let daemon = command.spawn().expect("setpriv runs");
-        let uri = format!("qemu:///session?socket={}", path("run/libvirt/libvirt-sock"));
-        let libvirt = Self { lab, daemon, uri };
-        wait_for("libvirtd (libvirt-daemon) to answer", DEADLINE, || libvirt.try_virsh(&["uri"]).then_some(()));
-        libvirt
-    }
-
-    fn virsh(&self) -> Command {
-        let mut command = Command::new("virsh");
-        command.args(["--quiet", "--connect", &self.uri]).env("XDG_CACHE_HOME", self.lab.path("virsh"));
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command
-    }
-
-    fn try_virsh(&self, arguments: &[&str]) -> bool {
-        self.virsh().args(arguments).output().expect("virsh (libvirt-clients) runs").status.success()
-    }
-
-    #[track_caller]
-    fn run_virsh(&self, arguments: &[&str]) -> String {
-        let mut command = self.virsh();
-        command.args(arguments);
-        self.lab.finish(command).ok().stdout.trim().to_owned()
-    }
-}
-
-impl Drop for Libvirt<'_> {
-    fn drop(&mut self) {
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
-    }
-}
+/// The connection to the private libvirt.
+const URI: &str = "qemu:///system";
 
 #[test]
 fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
-    let lab = Lab::new();
-    let libvirt = Libvirt::start(&lab);
-    let root = lab.path("lv");
-    let file = |name: &str| root.join(name).to_string_lossy().into_owned();
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let file = |name: &str| format!("/var/lib/libvirt/images/{name}");
     let (kernel, initrd, console) = (file("vmlinuz"), file("initrd"), file("console"));
     let emulator = qemu_new().display().to_string();
+    let name = format!("it's-{}", std::process::id());
     // The domain is as virt-install would write it. Its name needs quoting in a shell.
     let xml = format!(
-        "<domain type='qemu'><name>it's</name><memory unit='MiB'>192</memory><vcpu>2</vcpu>
+        "<domain type='qemu'><name>{name}</name><memory unit='MiB'>192</memory><vcpu>2</vcpu>
          <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
          <cmdline>console=ttyS0 quiet rekindle.tick=20 rekindle.touch=40M</cmdline></os>
          <features><acpi/></features><cpu mode='maximum'/><devices><emulator>{emulator}</emulator>
@@ -488,34 +429,34 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
          </devices></domain>"
     );
     fs::write(lab.path("domain.xml"), xml).unwrap();
-    libvirt.run_virsh(&["create", lab.path("domain.xml").to_str().unwrap()]);
+    libvirt.virsh(&["create", lab.path("domain.xml").to_str().unwrap()]);
     let ticks = || {
         let text = fs::read(&console).unwrap_or_default();
         String::from_utf8_lossy(&text).lines().filter(|line| line.starts_with("tick ")).count()
     };
     wait_for("the guest to tick", DEADLINE, || (ticks() > 10).then_some(()));
 
-    let domain = ["--libvirt", "it's", "--connect", &libvirt.uri];
+    let domain = ["--libvirt", &name, "--connect", URI];
     let attached = lab.rekindle(["--json", "attach", "dom"].iter().chain(&domain)).ok().json();
     let pid = u32::try_from(attached["vmm"]["pid"].as_u64().unwrap()).unwrap();
     let qemu = Process::of(pid).unwrap();
     let files = open_files(qemu.pid);
     lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).prints(&["is VM dom already"]);
-    lab.rekindle(["ls"]).ok().prints(&["dom", "running", "libvirt's domain it's"]);
+    lab.rekindle(["ls"]).ok().prints(&["dom", "running", &format!("libvirt's domain {name}")]);
     for policy in ["cow", "precopy"] {
         let checkpoints = protect(&lab, "dom", &lab.path(policy), &["--policy", policy, "--count", "4"]);
         assert_eq!(checkpoints.len(), 4);
         assert!(checkpoints.iter().all(|checkpoint| checkpoint["stopped_us"].as_u64().unwrap() > 0));
         assert_no_trace(qemu, &files);
     }
-    assert_eq!(libvirt.run_virsh(&["domstate", "it's"]), "running");
+    assert_eq!(libvirt.virsh(&["domstate", &name]), "running");
     // Rekindle shows changes by libvirt's own tools.
-    libvirt.run_virsh(&["suspend", "it's"]);
+    libvirt.virsh(&["suspend", &name]);
     lab.rekindle(["ls"]).ok().prints(&["stopped (paused)"]);
-    libvirt.run_virsh(&["resume", "it's"]);
+    libvirt.virsh(&["resume", &name]);
 
-    // libvirt dies with the guest.
-    drop(libvirt);
+    // The guest is restored without libvirt.
+    libvirt.stop_daemon();
     qemu.kill().unwrap();
     assert!(qemu.wait_end(Duration::from_secs(10)).unwrap());
     let port = free_port();
@@ -544,4 +485,51 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     }
     guest.rekindle(&["detach"]).ok().prints(&["had ended"]);
     lab.assert_empty();
+}
+
+#[test]
+fn a_protector_continues_when_the_daemon_of_libvirt_is_back() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let domain = libvirt.boot(&DomainOptions::new("protected"));
+    lab.rekindle(["attach", "dom", "--libvirt", &domain.name, "--connect", URI]).ok();
+    let mut command = lab.command(["--json", "protect", "dom", "--create-store", "--every", "100ms"]);
+    let mut child = command.arg("--store").arg(lab.path("store")).stderr(Stdio::inherit()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let protector = Protector(child);
+    let mut events = lines.map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+    let mut wait_for_event = |kind: &str| {
+        events.find(|event| event["event"] == kind).unwrap_or_else(|| panic!("the protector ended before `{kind}`"))
+    };
+    let first = wait_for_event("checkpoint");
+    libvirt.stop_daemon();
+    let reason = wait_for_event("waiting");
+    assert!(reason["state"].as_str().unwrap().contains("unprotected"), "{reason}");
+    domain.ask("boot-id");
+    lab.rekindle(["status"]).ok().prints(&["degraded (unprotected"]);
+    libvirt.start_daemon();
+    wait_for_event("attached");
+    let second = wait_for_event("checkpoint");
+    assert!(second["number"].as_u64() > first["number"].as_u64(), "{first} {second}");
+    assert_eq!(lab.rekindle(["--json", "status"]).ok().json()["guests"][0]["status"], "protected");
+    protector.kill();
+    assert_eq!(domain.state(), "running");
+    lab.rekindle(["detach", "dom"]).ok();
+}
+
+#[test]
+fn a_domain_that_was_started_again_gets_no_commands_for_its_old_qemu() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = libvirt.create(&DomainOptions::new("again"));
+    let monitor = Monitor::Libvirt { domain: domain.name.clone(), connect: Some(URI.into()) };
+    let mut qmp = monitor.connect(DEADLINE).unwrap();
+    qmp.execute::<Value>("query-status", ()).unwrap();
+    // The same name and UUID.
+    let file = "/run/again.xml";
+    fs::write(file, libvirt.virsh(&["dumpxml", &domain.name])).unwrap();
+    libvirt.virsh(&["destroy", &domain.name]);
+    libvirt.virsh(&["create", file]);
+    let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
+    assert!(e.is_of_libvirt() && e.to_string().contains("started again"), "{e}");
+    monitor.connect(DEADLINE).unwrap().execute::<Value>("query-status", ()).unwrap();
 }

@@ -1,8 +1,9 @@
 //! The file in which libvirt's daemon records a running domain, `/run/libvirt/qemu/NAME.xml`. From it, a daemon that is
-//! started again finds the domain's QEMU. Its format (`domstatus`) is libvirt's own and differs between versions, so an
-//! edit replaces only the bytes that must change.
+//! started again finds the domain's QEMU. Only root may read it; the daemon need not run.
+//!
+//! Its format (`domstatus`) is libvirt's own and differs between versions. Only what all of them since 7.0 write is read,
+//! and an edit replaces only the bytes that must change.
 
-use super::DomainError;
 use roxmltree::{Document, Node};
 use rustix::fs::{Gid, Mode, Uid, fchmod, fchown};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,23 +15,48 @@ use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
 /// Where the daemon of the system (`qemu:///system`) has its status files.
-const DIRECTORY: &str = "/run/libvirt/qemu";
+pub const SYSTEM_DIRECTORY: &str = "/run/libvirt/qemu";
 /// Limit of a status file. A domain with all devices that libvirt can give it has well under 1 MiB.
-const MAX_FILE_BYTES: u64 = 16 << 20;
+pub(crate) const MAX_FILE_BYTES: u64 = 16 << 20;
 /// Elements that describe a character device.
 const CHARACTER_DEVICES: [&str; 4] = ["serial", "parallel", "console", "channel"];
 
+/// Why a status file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StatusFileError {
+    #[error("cannot read {}", path.display())]
+    Unreadable {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot write {}", path.display())]
+    Unwritable {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} is larger than {} MiB, which no status file of libvirt is", path.display(), MAX_FILE_BYTES >> 20)]
+    TooLarge { path: PathBuf },
+    #[error("{} is not a status file of libvirt that Rekindle understands: {problem}", path.display())]
+    Malformed { path: PathBuf, problem: String },
+}
+
 /// A running domain, as the daemon records it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct DomainRecord {
+pub struct DomainRecord {
     pub name: String,
     pub uuid: Uuid,
+    /// Its QEMU. Another process may have the number if QEMU has ended while no daemon ran: see
+    /// [`crate::domains::qemu`].
     pub pid: u32,
     /// libvirt's name of the state: `running`, `paused`.
     pub state: String,
     /// Path of the monitor socket.
     pub monitor: PathBuf,
+    /// The QEMU that libvirt starts for this domain.
     pub emulator: PathBuf,
+    /// libvirt's names of the features of the QEMU that runs.
     pub capabilities: BTreeSet<String>,
     /// Aliases of all devices.
     pub devices: BTreeSet<String>,
@@ -40,7 +66,7 @@ pub(super) struct DomainRecord {
 
 /// Changes of a status file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct StatusEdit {
+pub struct StatusEdit {
     pub pid: u32,
     /// Threads of the virtual processors, by number.
     pub vcpus: BTreeMap<u32, u32>,
@@ -52,13 +78,15 @@ pub(super) struct StatusEdit {
 
 /// Identifies one version of a file that is replaced as a whole by each write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct FileMark {
+pub struct FileMark {
     device: u64,
     inode: u64,
 }
 
 impl FileMark {
-    pub(super) fn of(path: &Path) -> io::Result<Self> {
+    /// # Errors
+    /// When the file cannot be found.
+    pub fn of(path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
         Ok(Self { device: metadata.dev(), inode: metadata.ino() })
     }
@@ -66,39 +94,51 @@ impl FileMark {
 
 /// The content of a status file.
 #[derive(Debug, Clone)]
-pub(super) struct StatusFile {
+pub struct StatusFile {
     path: PathBuf,
     text: String,
 }
 
 impl StatusFile {
     /// Returns the path of the status file of domain `name`.
-    pub(super) fn path_of(name: &str) -> PathBuf {
-        Path::new(DIRECTORY).join(format!("{name}.xml"))
+    #[must_use]
+    pub fn path_of(name: &str) -> PathBuf {
+        Path::new(SYSTEM_DIRECTORY).join(format!("{name}.xml"))
     }
 
-    pub(super) fn read(path: &Path) -> Result<Self, DomainError> {
-        let failed = |source| DomainError::File { path: path.to_owned(), source };
+    /// Reads a status file.
+    ///
+    /// # Errors
+    /// [`StatusFileError`], which names the file.
+    pub fn read(path: &Path) -> Result<Self, StatusFileError> {
+        let unreadable = |source| StatusFileError::Unreadable { path: path.to_owned(), source };
         let mut text = String::new();
-        let file = File::open(path).map_err(failed)?;
-        file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+        let file = File::open(path).map_err(unreadable)?;
+        file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
         if text.len() as u64 > MAX_FILE_BYTES {
-            return Err(failed(io::Error::other(format!("it is larger than {} MiB", MAX_FILE_BYTES >> 20))));
+            return Err(StatusFileError::TooLarge { path: path.to_owned() });
         }
         Ok(Self { path: path.to_owned(), text })
     }
 
-    pub(super) fn text(&self) -> &str {
+    /// Returns the XML.
+    #[must_use]
+    pub fn text(&self) -> &str {
         &self.text
     }
 
-    pub(super) fn parse(&self) -> Result<DomainRecord, DomainError> {
-        parse(&self.text).map_err(|what| self.malformed(what))
+    /// # Errors
+    /// [`StatusFileError::Malformed`], which names what is missing or wrong.
+    pub fn parse(&self) -> Result<DomainRecord, StatusFileError> {
+        parse(&self.text).map_err(|problem| self.malformed(problem))
     }
 
     /// Returns the edited file. Everything that `edit` does not name stays as it is, byte for byte.
-    pub(super) fn edited(&self, edit: &StatusEdit) -> Result<Self, DomainError> {
-        let text = edit_text(&self.text, edit).map_err(|what| self.malformed(what))?;
+    ///
+    /// # Errors
+    /// [`StatusFileError::Malformed`] if the file has something for which `edit` has no value.
+    pub fn edited(&self, edit: &StatusEdit) -> Result<Self, StatusFileError> {
+        let text = edit_text(&self.text, edit).map_err(|problem| self.malformed(problem))?;
         let edited = Self { path: self.path.clone(), text };
         let record = edited.parse()?;
         if record.pid != edit.pid {
@@ -108,34 +148,54 @@ impl StatusFile {
     }
 
     /// Replaces the file on disk.
-    pub(super) fn write(&self) -> Result<FileMark, DomainError> {
-        replace_file(&self.path, &self.text)
-            .and_then(|()| FileMark::of(&self.path))
-            .map_err(|source| DomainError::File { path: self.path.clone(), source })
+    ///
+    /// # Errors
+    /// [`StatusFileError::Unwritable`]; the old file is unchanged.
+    pub fn write(&self) -> Result<FileMark, StatusFileError> {
+        self.write_to(&self.path)
     }
 
-    fn malformed(&self, what: String) -> DomainError {
-        DomainError::Malformed { path: self.path.clone(), what }
+    /// Writes the content to the file `path`, or replaces that.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_to(&self, path: &Path) -> Result<FileMark, StatusFileError> {
+        replace_file(path, &self.text)
+            .and_then(|()| FileMark::of(path))
+            .map_err(|source| StatusFileError::Unwritable { path: path.to_owned(), source })
+    }
+
+    fn malformed(&self, problem: String) -> StatusFileError {
+        StatusFileError::Malformed { path: self.path.clone(), problem }
     }
 }
 
 /// Writes the file with the number of a domain's QEMU, which is next to its status file.
-pub(super) fn write_pid_file(status_file: &Path, pid: u32) -> Result<(), DomainError> {
+///
+/// # Errors
+/// [`StatusFileError::Unwritable`]; the old file is unchanged.
+pub fn write_pid_file(status_file: &Path, pid: u32) -> Result<(), StatusFileError> {
     let path = status_file.with_extension("pid");
-    replace_file(&path, &pid.to_string()).map_err(|source| DomainError::File { path, source })
+    replace_file(&path, &pid.to_string()).map_err(|source| StatusFileError::Unwritable { path, source })
 }
 
-/// Replaces a file by another of the same owner and mode: a reader finds the old or the new content.
+/// Replaces a file by another of the same owner and mode: a reader finds the old or the new content. A new file can be
+/// read by its owner only.
 fn replace_file(path: &Path, content: &str) -> io::Result<()> {
-    let metadata = fs::metadata(path)?;
+    let metadata = match fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        metadata => Some(metadata?),
+    };
     // The daemon reads every file whose name ends in `.xml`.
     let mut name = path.as_os_str().to_owned();
     name.push(".rekindle");
     let temporary = PathBuf::from(name);
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     file.write_all(content.as_bytes())?;
-    fchown(&file, Some(Uid::from_raw(metadata.uid())), Some(Gid::from_raw(metadata.gid())))?;
-    fchmod(&file, Mode::from_raw_mode(metadata.mode() & 0o7777))?;
+    if let Some(metadata) = metadata {
+        fchown(&file, Some(Uid::from_raw(metadata.uid())), Some(Gid::from_raw(metadata.gid())))?;
+        fchmod(&file, Mode::from_raw_mode(metadata.mode() & 0o7777))?;
+    }
     file.sync_data()?;
     fs::rename(&temporary, path)
 }
@@ -261,6 +321,40 @@ mod tests {
       <serial type='pty'>\n        <source path='/dev/pts/0'/>\n        <alias name='serial0'/>\n      </serial>
       <console type='pty' tty='/dev/pts/0'>\n        <source path='/dev/pts/0'/>\n        <alias name='serial0'/>\n      </console>
     </devices>\n  </domain>\n</domstatus>\n";
+
+    /// Written by libvirt 9.0.
+    const LIBVIRT_9_0: &str = include_str!("../tests/status/libvirt-9.0.xml");
+
+    #[test]
+    fn a_status_file_of_libvirt_is_read() {
+        let record = parse(LIBVIRT_9_0).unwrap();
+        assert_eq!((record.name.as_str(), record.pid, record.state.as_str()), ("golden-user", 25870, "paused"));
+        assert_eq!(record.uuid.to_string(), "863ab25c-2987-4faf-afb3-86947fec2f2e");
+        assert_eq!(record.emulator, Path::new("/usr/bin/qemu-system-x86_64"));
+        assert!(record.monitor.ends_with("domain-1-golden-user/monitor.sock"));
+        assert!(record.capabilities.contains("virtio-net") && record.devices.contains("serial0"));
+        assert_eq!(record.job, None);
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_in_a_status_file_is_named() {
+        let deep = "<a>".repeat(100_000);
+        let cases = [
+            ("", "a root node"),
+            ("<domain/>", "its root is <domain>"),
+            ("<domstatus state='running' pid='1'/>", "<domstatus> has no <domain>"),
+            (deep.as_str(), "never closed"),
+            ("<!DOCTYPE a [<!ENTITY b 'c'>]><domstatus>&b;</domstatus>", "DTD"),
+        ];
+        for (text, problem) in cases {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(problem), "{text}: {error}");
+        }
+        let replaced = |from: &str, to: &str| parse(&LIBVIRT_9_0.replace(from, to)).unwrap_err();
+        assert_eq!(replaced("pid='25870'", "pid='-1'"), "`-1` is not the number of a process");
+        assert_eq!(replaced("863ab25c-", "863ab25c"), "`863ab25c2987-4faf-afb3-86947fec2f2e` is not a UUID");
+        assert_eq!(replaced("emulator>", "other>"), "<devices> has no <emulator>");
+    }
 
     fn edit() -> StatusEdit {
         StatusEdit {
