@@ -35,6 +35,14 @@ pub enum DomainError {
          domain as shut off: virsh start {name}"
     )]
     Lost { name: String },
+    #[error("{name} has shut down, or its QEMU has ended, before it was handed over; see: virsh domstate {name}")]
+    Ended { name: String },
+    #[error(
+        "{name}: the previous QEMU (process {source_pid}) runs the guest again, although the guest was handed over to \
+         another QEMU (process {destination_pid}); both were left as they are. Only one of them may continue: end the \
+         other with kill -KILL, then: rekindle recover {name}"
+    )]
+    SourceRuns { name: String, source_pid: u32, destination_pid: u32 },
     #[error("{}", path.display())]
     File {
         path: PathBuf,
@@ -52,6 +60,12 @@ pub enum DomainError {
 impl DomainError {
     /// Returns whether `rekindle recover` must finish the operation.
     pub(crate) fn needs_recovery(&self) -> bool {
-        matches!(self, Self::DaemonStays { .. } | Self::DaemonFailed { .. } | Self::NotReconnected { .. })
+        matches!(
+            self,
+            Self::DaemonStays { .. }
+                | Self::DaemonFailed { .. }
+                | Self::NotReconnected { .. }
+                | Self::SourceRuns { .. }
+        )
     }
 }

@@ -19,20 +19,23 @@
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
 //! | `replace` | steps 1 and 2 |
+//! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
 //! | `give_back` | step 3 |
 //! | `recover` | the end of an interrupted operation |
 //! | `capabilities` | libvirt's names of the destination's features |
 //! | `journal` | what the journal has of libvirt |
 //! | `daemon` | libvirt's daemon |
+//! | `daemon_guard` | its start at the end of each operation |
 //! | `status_file` | the daemon's record of a domain |
 //!
 //! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
 //! is the source, to which every failure returns; after it the guest may have written to its disks, so that only the
-//! destination can continue.
+//! destination can continue. The source is frozen before the decision.
 
 mod capabilities;
 mod daemon;
+mod daemon_guard;
 mod environment;
 mod forwards;
 mod give_back;
@@ -40,6 +43,7 @@ mod journal;
 mod preflight;
 pub(crate) mod recover;
 mod replace;
+mod source;
 mod status_file;
 mod way_back;
 

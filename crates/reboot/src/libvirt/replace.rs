@@ -1,18 +1,18 @@
 //! The replacement, from the preflight to the moment at which the guest runs in the destination, and the way back to
 //! the source.
 
+use super::daemon_guard::DaemonGuard;
 use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
 use super::journal::{operation, set_absence};
 use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor};
 use super::status_file::{DomainRecord, StatusFile};
 use super::way_back::{abandon, fail_after_decision};
-use super::{DomainError, DomainOptions, capabilities, daemon, give_back, preflight_error};
+use super::{DomainError, DomainOptions, capabilities, give_back, preflight_error, source};
 use crate::error::{Failure, RebootError};
 use crate::vmm::preflight::{compare_blocks, compare_cpus};
 use crate::vmm::{QemuInfo, RebootReport, VmOutcome};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
-use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter};
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
@@ -27,7 +27,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::takeover_command::Descriptor;
-use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -39,8 +39,13 @@ use serde::Deserialize;
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 use uuid::Uuid;
 
+/// How long the source's monitor may take to greet, while libvirt's daemon is stopped.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the destination may take to load the devices, in the pause. It usually takes milliseconds.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Name of the operation, for other processes that find the domain locked.
 const OPERATION: &str = "replace-qemu";
 
@@ -75,7 +80,8 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
     // libvirt's daemon ends when its clients have disconnected.
     drop(inspected);
     let (ram_files, places) = (prepared.ram_files, prepared.places);
-    let transferred = match hand_over(&mut handover, &record, machine, prepared.destination) {
+    let mut guard = DaemonGuard::default();
+    let transferred = match hand_over(&mut handover, &mut guard, &record, machine, prepared.destination) {
         Ok(transferred) => transferred,
         Err(error) if handover.journal.operation.step >= Step::Resume => {
             return Err(fail_after_decision(handover, &ram_files, error));
@@ -235,6 +241,7 @@ struct Transferred {
 /// Stops libvirt's daemon, and moves the guest from the source to the destination.
 fn hand_over(
     handover: &mut Handover,
+    guard: &mut DaemonGuard,
     record: &DomainRecord,
     machine: String,
     mut destination: Destination<PreparedStage<CopiedRam>>,
@@ -242,18 +249,18 @@ fn hand_over(
     set_absence(handover, Absence::Stopped)?;
     handover.pass("libvirt.daemon.stopping");
     let libvirt = operation(handover)?.clone();
-    daemon::stop(&libvirt.daemon)?;
+    guard.stop(&libvirt.daemon)?;
     handover.pass("libvirt.daemon.stopped");
     let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: record.name.clone() })?;
-    let mut source_qmp = source.connect(START_TIMEOUT)?;
+    let mut source_qmp = source.connect(MONITOR_TIMEOUT)?;
     check_unchanged(&libvirt, record, &mut source_qmp)?;
     let ram = &mut destination.stage.ram;
     ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(DomainError::from)?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks = GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(DomainError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
-    let mut stream = StreamWriter::begin(&handover.rundir)?;
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    // No file: without the source's private RAM, the state of the devices is useless.
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     let form = StreamForm::Foreign { machine };
     let mut source_state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
     handover.recorder.step("stop libvirt's daemon");
@@ -265,9 +272,9 @@ fn hand_over(
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
     source_state.begin(&mut source_qmp)?;
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
-    let state = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
     handover.recorder.step("save devices");
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
     let resumed = |_| DomainError::Changed { name: record.name.clone(), what: "its guest was resumed" };
@@ -275,13 +282,12 @@ fn hand_over(
     destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
     handover.recorder.step("copy the rest");
     handover.pass("libvirt.suspend.copied");
-    let loading = destination.finish_feed();
-    stream.write(&state.bytes)?;
-    handover.journal.operation.saved = Some(stream.finish()?);
-    handover.advance(Step::Saved)?;
-    handover.pass("libvirt.suspend.written");
-    let loaded = loading.wait(handover, DISK_TIMEOUT)?;
+    let loaded = destination.finish_feed().wait(handover, LOAD_TIMEOUT)?;
     handover.recorder.step("load");
+    handover.pass("libvirt.suspend.loaded");
+    source::freeze(handover)?;
+    handover.recorder.step("freeze");
+    handover.pass("libvirt.suspend.frozen");
     let running = loaded.commit(handover, "resume")?;
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
@@ -303,10 +309,14 @@ fn check_unchanged(libvirt: &LibvirtOperation, record: &DomainRecord, source: &m
     if (current.pid, &current.devices) != (record.pid, &record.devices) {
         return Err(changed("it has other devices"));
     }
-    if current.job.is_some() || current.state != "running" || guest::run_state(source)? != "running" {
+    if current.job.is_some() || current.state != "running" {
         return Err(changed("libvirt has started a job with it"));
     }
-    Ok(())
+    match guest::run_state(source)?.as_str() {
+        "running" => Ok(()),
+        "shutdown" => Err(DomainError::Ended { name: record.name.clone() }.into()),
+        _ => Err(changed("its guest was stopped")),
+    }
 }
 
 /// Moves the threads of the destination's virtual processors to the control groups and processors of the source's.

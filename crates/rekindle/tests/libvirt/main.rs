@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
+mod interference;
+
+use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use serde_json::Value;
@@ -48,6 +51,16 @@ fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     domain.ask("dirty 20 48 random");
     domain.ask("drop-caches");
     domain.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+}
+
+/// Returns the processes of the QEMUs of a domain.
+fn qemus_of(name: &str) -> Vec<Process> {
+    let numbers = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let is_of_domain = |pid: &u32| {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).any(|word| word.starts_with(format!("guest={name},").as_bytes()))
+    };
+    numbers.filter(is_of_domain).filter_map(|pid| Process::of(pid).ok()).collect()
 }
 
 #[track_caller]
