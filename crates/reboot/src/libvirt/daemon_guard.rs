@@ -2,21 +2,29 @@
 //! can be managed.
 
 use super::daemon;
+use super::deferred_signals::DeferredSignals;
 use crate::error::{RebootError, with_causes};
 use rekindle_vm::journal::{Absence, DaemonRecord, LibvirtOperation};
 
 /// Starts the daemon when it is dropped, if the operation has stopped it.
 #[derive(Debug, Default)]
-pub(super) struct DaemonGuard {
-    /// `Some` once the operation has begun to stop the daemon.
-    stopped: Option<DaemonRecord>,
+pub(super) struct DaemonGuard(Option<StoppedDaemon>);
+
+#[derive(Debug)]
+struct StoppedDaemon {
+    record: DaemonRecord,
+    /// Dropped after the daemon has been started.
+    _signals: DeferredSignals,
 }
 
 impl DaemonGuard {
     /// Returns the guard of an interrupted operation.
     pub(super) fn of_interrupted(libvirt: &LibvirtOperation) -> Self {
-        let is_stopped = libvirt.absence != Absence::Present;
-        Self { stopped: is_stopped.then(|| libvirt.daemon.clone()) }
+        let mut guard = Self::default();
+        if libvirt.absence != Absence::Present {
+            guard.arm(&libvirt.daemon);
+        }
+        guard
     }
 
     /// Stops the daemon.
@@ -24,16 +32,18 @@ impl DaemonGuard {
     /// # Errors
     /// As for [`daemon::stop`].
     pub(super) fn stop(&mut self, record: &DaemonRecord) -> Result<(), RebootError> {
-        self.stopped = Some(record.clone());
+        self.arm(record);
         Ok(daemon::stop(record)?)
+    }
+
+    fn arm(&mut self, record: &DaemonRecord) {
+        self.0 = Some(StoppedDaemon { record: record.clone(), _signals: DeferredSignals::begin() });
     }
 }
 
-impl Drop for DaemonGuard {
+impl Drop for StoppedDaemon {
     fn drop(&mut self) {
-        if let Some(record) = &self.stopped
-            && let Err(error) = daemon::start_if_absent(record)
-        {
+        if let Err(error) = daemon::start_if_absent(&self.record) {
             tracing::error!("{}", with_causes(&error));
         }
     }

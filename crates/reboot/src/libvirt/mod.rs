@@ -27,6 +27,7 @@
 //! | `journal` | what the journal has of libvirt |
 //! | `daemon` | libvirt's daemon |
 //! | `daemon_guard` | its start at the end of each operation |
+//! | `deferred_signals` | Ctrl-C while it is stopped |
 //! | `status_file` | the daemon's record of a domain |
 //!
 //! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
@@ -36,6 +37,7 @@
 mod capabilities;
 mod daemon;
 mod daemon_guard;
+mod deferred_signals;
 mod environment;
 mod forwards;
 mod give_back;

@@ -8,6 +8,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -122,6 +123,22 @@ fn a_guest_that_powers_off_while_the_daemon_is_stopped_is_shut_off() {
         libvirt.try_virsh(&["domstate", &domain.name]).is_err().then_some(())
     });
     assert!(qemus_of(&domain.name).is_empty());
+}
+
+#[test]
+fn a_signal_ends_the_program_only_when_the_daemon_runs_again() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = boot(&libvirt, "signal");
+    let boot_id = domain.ask("boot-id");
+    let source = domain.process();
+    let replacement = StoppedReplacement::begin(&domain, "libvirt.daemon.stopped");
+    Process::of(replacement.0.id()).unwrap().terminate().unwrap();
+    let output = replacement.finish();
+    assert_eq!(output.status.signal(), Some(rustix::process::Signal::TERM.as_raw()), "{}", text(&output));
+    wait_for_daemon(&libvirt);
+    assert!(!source.is_alive());
+    assert_eq!(qemus_of(&domain.name), [domain.process()]);
+    assert_continues(&domain, &boot_id);
 }
 
 #[test]
