@@ -26,6 +26,7 @@ use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::Stopped;
+use rekindle_qemu::stream;
 use rekindle_qemu::takeover_command::Descriptor;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Name;
@@ -274,13 +275,16 @@ fn hand_over(
     source_state.begin(&mut source_qmp)?;
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
-    source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    let devices = source_state.send_devices(&mut source_qmp, None)?.bytes;
     handover.recorder.step("save devices");
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
     let resumed = |_| DomainError::Changed { name: record.name.clone(), what: "its guest was resumed" };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
     destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
     handover.recorder.step("copy the rest");
+    // Not earlier: a destination that loads a virtio device compares its state with the rings in RAM.
+    destination.stage.feed.write(&devices)?;
+    destination.stage.feed.write(&stream::EMPTY_DESCRIPTION)?;
     handover.pass("libvirt.suspend.copied");
     let loaded = destination.finish_feed().wait(handover, LOAD_TIMEOUT)?;
     handover.recorder.step("load");
