@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
+mod faults;
 mod interference;
 
 use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
-use rekindle_testing::{DEADLINE, wait_for};
+use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -44,7 +45,8 @@ fn text(output: &Output) -> String {
 /// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk works.
 #[track_caller]
 fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
-    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+    let is_up = poll(DEADLINE, || domain.is_up().then_some(())).is_some();
+    assert!(is_up, "{}: the guest does not answer; QEMU's log:\n{}", domain.name, domain.log());
     assert_eq!(domain.ask("boot-id"), boot_id);
     domain.ask("dirty 0");
     assert!(domain.ask("verify").parse::<u64>().unwrap() > 0);
