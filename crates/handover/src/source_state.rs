@@ -22,11 +22,11 @@ const SECOND_MONITOR_TIMEOUT: Duration = Duration::from_millis(100);
 /// Initial capacity of the device state's buffer, in bytes: more than an ordinary device state needs.
 const DEVICES_CAPACITY_BYTES: usize = 1 << 20;
 
-/// The receivers of the state: a file, and the destination if it is connected.
+/// The receivers of the state: the destination if it is connected, and a file if the state must outlive both QEMUs.
 #[derive(Debug)]
 pub struct StateSink<'a> {
     pub feed: Option<&'a mut Feed>,
-    pub file: &'a mut StreamWriter,
+    pub file: Option<&'a mut StreamWriter>,
 }
 
 impl StateSink<'_> {
@@ -34,7 +34,7 @@ impl StateSink<'_> {
         if let Some(feed) = &mut self.feed {
             feed.write(part)?;
         }
-        self.file.write(part)
+        self.file.as_mut().map_or(Ok(()), |file| file.write(part))
     }
 }
 

@@ -5,7 +5,6 @@
 
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::{Ram, RamSource};
-use rekindle_handover::saved_state::StreamWriter;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Mode, remote};
@@ -251,15 +250,12 @@ fn send_state(source: &Source, qmp: &mut Qmp, ram: &GuestRam, copy: &CopiedRam, 
     assert_eq!(carried.len(), all - 1);
     let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"})).unwrap();
     let machine = machine.strip_suffix("-machine").unwrap().to_owned();
-    let mut file = StreamWriter::create(source.directory.path().join("stream")).unwrap();
-    let mut sink = StateSink { feed: Some(feed), file: &mut file };
+    let mut sink = StateSink { feed: Some(feed), file: None };
     let form = StreamForm::Foreign { machine };
     let mut state = SourceState::prepare(&vmm_of(&source.qemu), qmp, carried, form, &mut sink).unwrap();
     state.begin(qmp).unwrap();
     state.send_blocks(&mut sink).unwrap();
-    let devices = state.send_devices(qmp, Some(feed)).unwrap();
-    file.write(&devices.bytes).unwrap();
-    file.finish().unwrap();
+    state.send_devices(qmp, Some(feed)).unwrap();
 }
 
 #[test]

@@ -114,7 +114,8 @@ impl Process {
     }
 
     /// Returns whether all threads of the process are stopped.
-    fn is_stopped(&self) -> bool {
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
         let Ok(threads) = fs::read_dir(format!("/proc/{}/task", self.pid)) else { return false };
         let mut count = 0;
         for thread in threads.flatten() {

@@ -20,6 +20,14 @@ pub enum DomainError {
          domain as shut off: virsh start {name}"
     )]
     Lost { name: String },
+    #[error("{name} has shut down, or its QEMU has ended, before it was handed over; see: virsh domstate {name}")]
+    Ended { name: String },
+    #[error(
+        "{name}: the previous QEMU (process {source_pid}) runs the guest again, although the guest was handed over to \
+         another QEMU (process {destination_pid}); both were left as they are. Only one of them may continue: end the \
+         other with kill -KILL, then: rekindle recover {name}"
+    )]
+    SourceRuns { name: String, source_pid: u32, destination_pid: u32 },
     #[error("{}", path.display())]
     File {
         path: PathBuf,
@@ -43,7 +51,7 @@ impl DomainError {
     pub(crate) fn needs_recovery(&self) -> bool {
         match self {
             Self::Daemon(e) => e.leaves_it_stopped(),
-            Self::NotReconnected { .. } => true,
+            Self::NotReconnected { .. } | Self::SourceRuns { .. } => true,
             _ => false,
         }
     }

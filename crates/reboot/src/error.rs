@@ -170,6 +170,8 @@ pub(crate) fn with_causes(error: &dyn Error) -> String {
             LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. },
         )),
     ) => "not rebooted",
+    (_, RebootError::Domain(error)) if matches!(**error, DomainError::Ended { .. }) => "not replaced",
+    (_, RebootError::Domain(error)) if matches!(**error, DomainError::Lost { .. }) => "the guest is lost",
     (GuestStatus::Unchanged, _) => "the reboot failed; the guest runs as before",
     (GuestStatus::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
 })]

@@ -33,6 +33,8 @@ const PRIVATE_DIRECTORIES: &[&str] =
     &["/run", "/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"];
 /// The daemon's configuration: root may connect without polkit, which does not run in a test.
 const DAEMON_CONFIGURATION: &str = "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n";
+/// On a busy host, a kernel under TCG may panic when it checks its timer (`IO-APIC + timer doesn't work`).
+const KERNEL_OPTIONS: &str = "console=ttyS0 quiet no_timer_check";
 const LIBVIRTD: &str = "/usr/sbin/libvirtd";
 const VIRTLOGD: &str = "/usr/sbin/virtlogd";
 const LIBVIRTD_PID_FILE: &str = "/run/libvirtd.pid";
@@ -189,7 +191,7 @@ impl<'a> DomainOptions<'a> {
     <type arch='x86_64' machine='pc'>hvm</type>
     <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
-    <cmdline>console=ttyS0 quiet</cmdline>
+    <cmdline>{KERNEL_OPTIONS}</cmdline>
   </os>
   <features><acpi/></features>
   <devices>

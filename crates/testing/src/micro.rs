@@ -2,10 +2,16 @@
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::ops::Range;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// Port of the service in the guest.
 pub const PORT: u16 = 7000;
+/// Ports for tests. The kernel does not give them to connections: those have ports from 32768 on.
+const TEST_PORTS: Range<u16> = 20_000..30_000;
 
 /// Sends a command and returns the reply, which must be complete. `timeout` is the limit for each read.
 pub fn exchange(stream: &TcpStream, command: &str, timeout: Duration) -> io::Result<String> {
@@ -16,7 +22,17 @@ pub fn exchange(stream: &TcpStream, command: &str, timeout: Duration) -> io::Res
     if reply.ends_with('\n') { Ok(reply.trim_end().into()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Returns a TCP port on which no process listens.
+/// Returns a TCP port on which no process listens, and which no other test gets until this process ends. A VM's port is
+/// free for a moment whenever its QEMU is replaced.
 pub fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
+    static RESERVATIONS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
+    let reserve = |port| {
+        // An abstract name belongs to the network namespace, as the port does, and vanishes with this process.
+        let name = SocketAddr::from_abstract_name(format!("rekindle-test-port-{port}")).ok()?;
+        let reservation = UnixListener::bind_addr(&name).ok()?;
+        TcpListener::bind((Ipv4Addr::LOCALHOST, port)).ok()?;
+        RESERVATIONS.lock().unwrap().push(reservation);
+        Some(port)
+    };
+    TEST_PORTS.into_iter().find_map(reserve).expect("a free port")
 }

@@ -7,6 +7,7 @@
 use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;
 use std::env;
+use std::fs;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -119,7 +120,8 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "libvirt.suspend.journalled",
     "libvirt.suspend.stopped",
     "libvirt.suspend.copied",
-    "libvirt.suspend.written",
+    "libvirt.suspend.loaded",
+    "libvirt.suspend.frozen",
     "libvirt.resume.journalled",
     "libvirt.resume.resumed",
     "libvirt.give-back.frozen",
@@ -141,6 +143,8 @@ enum Action {
     KillSource,
     /// Kill the QEMU that will run the guest.
     KillDestination,
+    /// Kill libvirt's daemon, if it runs.
+    KillDaemon,
 }
 
 /// The fault that the environment selects.
@@ -160,6 +164,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
                 "stop" => Action::Stop,
                 "kill-old" => Action::KillSource,
                 "kill-new" => Action::KillDestination,
+                "kill-daemon" => Action::KillDaemon,
                 _ => return None,
             };
             Some(SelectedFault { point: point.to_owned(), action })
@@ -171,10 +176,10 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(POINTS.contains(&name) || DOMAIN_POINTS.contains(&name), "fault point {name} is not listed");
     let Some(fault) = selected_fault().filter(|fault| fault.point == name) else { return };
-    let kill = |vmm: Option<&Vmm>| {
-        if let Some(vmm) = vmm {
-            let _ = vmm.process().kill();
-            let _ = vmm.process().wait_end(KILL_TIMEOUT);
+    let kill = |process: Option<Process>| {
+        if let Some(process) = process {
+            let _ = process.kill();
+            let _ = process.wait_end(KILL_TIMEOUT);
         }
     };
     match fault.action {
@@ -183,7 +188,14 @@ pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>
                 let _ = if fault.action == Action::Kill { this_process.kill() } else { this_process.stop() };
             }
         }
-        Action::KillSource => kill(source),
-        Action::KillDestination => kill(destination),
+        Action::KillSource => kill(source.map(Vmm::process)),
+        Action::KillDestination => kill(destination.map(Vmm::process)),
+        Action::KillDaemon => kill(libvirt_daemon()),
     }
+}
+
+/// Returns libvirt's daemon.
+fn libvirt_daemon() -> Option<Process> {
+    let pid = fs::read_to_string("/run/libvirtd.pid").ok()?;
+    Process::of(pid.trim().parse().ok()?).ok()
 }

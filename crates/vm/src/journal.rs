@@ -282,10 +282,15 @@ impl Journal {
     /// Records that `step` is about to be taken.
     ///
     /// # Errors
-    /// When the journal cannot be written: then the step must not be taken.
+    /// When the journal cannot be written: then the operation is still at its previous step, and `step` must not be
+    /// taken.
     pub fn advance(&mut self, step: Step) -> io::Result<()> {
-        self.operation.step = step;
-        self.write()
+        let previous_step = std::mem::replace(&mut self.operation.step, step);
+        self.write().inspect_err(|_| {
+            self.operation.step = previous_step;
+            // If only the sync of the directory has failed, the file has the new step.
+            let _ = self.write();
+        })
     }
 
     /// Writes [`Journal::operation`] to the file.
@@ -327,6 +332,23 @@ mod tests {
         assert_eq!(journal_read.operation.step, Step::Suspend);
         journal.close().unwrap();
         assert!(Journal::read(&rundir).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_step_that_cannot_be_written_is_not_taken() {
+        let root = tempfile::tempdir().unwrap();
+        let rundir = RunDir::new(root.path(), "web");
+        rundir.create().unwrap();
+        let mut journal = Journal::open(&rundir, Kind::LibvirtReplace, None, 2).unwrap();
+        // Where the new content is written before it replaces the journal.
+        let obstacle = rundir.file("operation.new");
+        fs::create_dir(&obstacle).unwrap();
+        journal.advance(Step::Resume).unwrap_err();
+        assert_eq!(journal.operation.step, Step::Prepare);
+        assert_eq!(Journal::read(&rundir).unwrap().unwrap().operation, journal.operation);
+        fs::remove_dir(&obstacle).unwrap();
+        journal.advance(Step::Suspend).unwrap();
+        assert_eq!(Journal::read(&rundir).unwrap().unwrap().operation.step, Step::Suspend);
     }
 
     #[test]

@@ -228,7 +228,7 @@ impl PreparedSuspend {
         let ram_path = self.state().hardware.ram.path.clone();
         let blocks = SharedRam { path: ram_path.clone() }.carried_blocks(ramblock::list(qmp)?);
         let mut stream = StreamWriter::create(stream_path)?;
-        let mut sink = StateSink { feed: None, file: &mut stream };
+        let mut sink = StateSink { feed: None, file: Some(&mut stream) };
         let source = &self.replacement.source_qemu;
         let mut source_state = SourceState::prepare(source, qmp, blocks, StreamForm::Own, &mut sink)?;
         let stopped_host_us = self.stop_guest(qmp)?;

@@ -5,7 +5,7 @@ use super::environment::vcpus;
 use super::journal::{operation, set_absence};
 use super::preflight::libvirt_monitor;
 use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
-use super::{DomainError, daemon, forwards, record_copy};
+use super::{DomainError, daemon, forwards, record_copy, source};
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
@@ -18,13 +18,10 @@ use rekindle_qemu::vmm::{Vmm, log_tail};
 use rekindle_vm::journal::{Absence, LibvirtOperation, Step};
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::io;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the threads of the source may take to stop.
-const FREEZE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the daemon may take to find a domain again. It asks each QEMU for its devices.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long libvirt may take to pass a command on.
@@ -61,7 +58,7 @@ pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut
     set_absence(handover, Absence::Starting)?;
     daemon::start_if_absent(&libvirt.daemon)?;
     handover.pass("libvirt.give-back.daemon-started");
-    wait_reconnected(handover.name(), &libvirt.status_file, mark, destination)?;
+    wait_reconnected(handover.name(), &libvirt, mark, destination)?;
     handover.pass("libvirt.give-back.reconnected");
     Ok(())
 }
@@ -74,16 +71,10 @@ pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp)
     Ok(record_copy::keep(&handover.rundir, &record)?)
 }
 
-/// Freezes the source and puts its listening sockets in the place of the destination's stand-ins: two QEMUs that listen
-/// on one socket would steal each other's clients.
+/// Puts the listening sockets of the frozen source in the place of the destination's stand-ins: two QEMUs that accept
+/// connections of one socket would steal each other's clients.
 fn pass_sockets(handover: &Handover, libvirt: &LibvirtOperation, destination: Process) -> Result<(), RebootError> {
-    if let Some(source) = handover.live_source() {
-        let stopped = source.process().stop_fully(FREEZE_TIMEOUT).map_err(handover.file_error("qemu"))?;
-        if !stopped && source.is_alive() {
-            let error = io::Error::other(format!("the threads of process {} do not stop", source.pid));
-            return Err(RebootError::file(Path::new("qemu"))(error));
-        }
-    }
+    source::freeze(handover)?;
     handover.pass("libvirt.give-back.frozen");
     let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
     let injector = Injector::new(destination).map_err(|e| untraceable(e.into()))?;
@@ -118,15 +109,19 @@ fn edit(libvirt: &LibvirtOperation, destination: Process, qmp: &mut Qmp) -> Resu
 /// commands on.
 fn wait_reconnected(
     name: &str,
-    status_file: &Path,
+    libvirt: &LibvirtOperation,
     mark: Option<FileMark>,
     destination: Process,
 ) -> Result<(), RebootError> {
+    let status_file = &libvirt.status_file;
     let deadline = Instant::now() + RECONNECT_TIMEOUT;
     let failed = |why: String| RebootError::from(DomainError::NotReconnected { name: name.into(), why });
     loop {
         if !destination.is_alive() {
             return Err(failed(format!("that QEMU (process {}) has ended", destination.pid)));
+        }
+        if daemon::running(&libvirt.daemon.pid_file).is_none() {
+            return Err(failed("its daemon has ended".into()));
         }
         let is_replaced = mark.is_none_or(|mark| FileMark::of(status_file).is_ok_and(|current| current != mark));
         if is_replaced {

@@ -6,11 +6,18 @@ use rekindle_vm::journal::{Absence, LibvirtOperation};
 use std::io;
 
 /// Journals whether libvirt's daemon is stopped.
+///
+/// # Errors
+/// [`RebootError::Handover`]: the journal cannot be written, and the operation is as before.
 pub(super) fn set_absence(handover: &mut Handover, absence: Absence) -> Result<(), RebootError> {
-    if let Some(libvirt) = &mut handover.journal.operation.libvirt {
-        libvirt.absence = absence;
-    }
-    Ok(handover.write_journal()?)
+    let Some(libvirt) = &mut handover.journal.operation.libvirt else { return Ok(()) };
+    let previous_absence = std::mem::replace(&mut libvirt.absence, absence);
+    handover.write_journal().map_err(|error| {
+        if let Some(libvirt) = &mut handover.journal.operation.libvirt {
+            libvirt.absence = previous_absence;
+        }
+        error.into()
+    })
 }
 
 /// Returns the part of the journal that concerns libvirt.

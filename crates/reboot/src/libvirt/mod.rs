@@ -21,20 +21,25 @@
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
 //! | `replace` | steps 1 and 2 |
+//! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
 //! | `give_back` | step 3 |
 //! | `recover` | the end of an interrupted operation |
 //! | `capabilities` | libvirt's names of the destination's features |
 //! | `journal` | what the journal has of libvirt |
 //! | `record_copy` | a copy of libvirt's record of the domain |
+//! | `daemon_guard` | the start of libvirt's daemon at the end of each operation |
+//! | `deferred_signals` | Ctrl-C while it is stopped |
 //!
 //! The daemon and its status files are in the crate `rekindle-libvirt`.
 //!
 //! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
 //! is the source, to which every failure returns; after it the guest may have written to its disks, so that only the
-//! destination can continue.
+//! destination can continue. The source is frozen before the decision.
 
 mod capabilities;
+mod daemon_guard;
+mod deferred_signals;
 mod environment;
 mod forwards;
 mod give_back;
@@ -45,6 +50,7 @@ mod recheck;
 mod record_copy;
 pub(crate) mod recover;
 mod replace;
+mod source;
 mod way_back;
 
 pub use replace::replace_domains;

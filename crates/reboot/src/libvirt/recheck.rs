@@ -66,8 +66,13 @@ impl Baseline {
         if (record.pid, &record.devices) != (self.record.pid, &self.record.devices) {
             return Err(self.changed("it has other devices"));
         }
-        if record.job.is_some() || record.state != "running" || guest::run_state(source)? != "running" {
+        if record.job.is_some() || record.state != "running" {
             return Err(self.changed("libvirt has started a job with it"));
+        }
+        match guest::run_state(source)?.as_str() {
+            "running" => {}
+            "shutdown" => return Err(DomainError::Ended { name: self.record.name.clone() }.into()),
+            _ => return Err(self.changed("its guest was stopped")),
         }
         let changes = Inventory::read(source)?.changes_since(&self.inventory);
         if !changes.is_empty() {

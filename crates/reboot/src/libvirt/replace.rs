@@ -1,18 +1,18 @@
 //! The replacement, from the preflight to the moment at which the guest runs in the destination, and the way back to
 //! the source.
 
+use super::daemon_guard::DaemonGuard;
 use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
 use super::journal::{operation, set_absence};
 use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
 use super::recheck::Baseline;
 use super::way_back::{abandon, fail_after_decision};
-use super::{DomainError, DomainOptions, capabilities, daemon, give_back, preflight_error};
+use super::{DomainError, DomainOptions, capabilities, give_back, preflight_error, source};
 use crate::error::{Failure, RebootError};
 use crate::vmm::preflight::{compare_blocks, compare_cpus};
 use crate::vmm::{QemuInfo, RebootReport, VmOutcome};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
-use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter};
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
@@ -27,7 +27,8 @@ use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::Stopped;
-use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
+use rekindle_qemu::stream;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -38,7 +39,12 @@ use rekindle_vm::timeline::{Phase, Recorder};
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
+/// How long the source's monitor may take to greet, while libvirt's daemon is stopped.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the destination may take to load the devices, in the pause. It usually takes milliseconds.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Name of the operation, for other processes that find the domain locked.
 const OPERATION: &str = "replace-qemu";
 
@@ -75,7 +81,8 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
     // The rest ends here: libvirt's daemon ends when its clients have disconnected.
     let Inspected { baseline, .. } = inspected;
     let (ram_files, places) = (prepared.ram_files, prepared.places);
-    let transferred = match hand_over(&mut handover, &baseline, machine, prepared.destination) {
+    let mut guard = DaemonGuard::default();
+    let transferred = match hand_over(&mut handover, &mut guard, &baseline, machine, prepared.destination) {
         Ok(transferred) => transferred,
         Err(error) if handover.journal.operation.step >= Step::Resume => {
             return Err(fail_after_decision(handover, &ram_files, error));
@@ -241,6 +248,7 @@ struct Transferred {
 /// Stops libvirt's daemon, and moves the guest from the source to the destination.
 fn hand_over(
     handover: &mut Handover,
+    guard: &mut DaemonGuard,
     baseline: &Baseline,
     machine: String,
     mut destination: Destination<PreparedStage<CopiedRam>>,
@@ -250,10 +258,10 @@ fn hand_over(
     set_absence(handover, Absence::Stopped)?;
     handover.pass("libvirt.daemon.stopping");
     let libvirt = operation(handover)?.clone();
-    daemon::stop(&libvirt.daemon)?;
+    guard.stop(&libvirt.daemon)?;
     handover.pass("libvirt.daemon.stopped");
     let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
-    let mut source_qmp = source.connect(START_TIMEOUT)?;
+    let mut source_qmp = source.connect(MONITOR_TIMEOUT)?;
     handover.recorder.step("stop libvirt's daemon");
     baseline.check_unchanged(&libvirt, &mut source_qmp)?;
     handover.recorder.step("check the source");
@@ -262,8 +270,8 @@ fn hand_over(
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks = GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(DomainError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
-    let mut stream = StreamWriter::begin(&handover.rundir)?;
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    // No file: without the source's private RAM, the state of the devices is useless.
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     let form = StreamForm::Foreign { machine };
     let mut source_state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
     handover.recorder.step("copy memory");
@@ -275,23 +283,25 @@ fn hand_over(
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
     source_state.begin(&mut source_qmp)?;
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
-    let state = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    let devices = source_state.send_devices(&mut source_qmp, None)?.bytes;
     handover.recorder.step("save devices");
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
     let resumed = |_| DomainError::Changed { name: handover.name().into(), what: "its guest was resumed".into() };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
     destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
     handover.recorder.step("copy the rest");
+    // Not earlier: a destination that loads a virtio device compares its state with the rings in RAM.
+    destination.stage.feed.write(&devices)?;
+    destination.stage.feed.write(&stream::EMPTY_DESCRIPTION)?;
     handover.pass("libvirt.suspend.copied");
-    let loading = destination.finish_feed();
-    stream.write(&state.bytes)?;
-    handover.journal.operation.saved = Some(stream.finish()?);
-    handover.advance(Step::Saved)?;
-    handover.pass("libvirt.suspend.written");
-    let loaded = loading.wait(handover, DISK_TIMEOUT)?;
+    let loaded = destination.finish_feed().wait(handover, LOAD_TIMEOUT)?;
     handover.recorder.step("load");
+    handover.pass("libvirt.suspend.loaded");
+    source::freeze(handover)?;
+    handover.recorder.step("freeze");
+    handover.pass("libvirt.suspend.frozen");
     let running = loaded.commit(handover, "resume")?;
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })

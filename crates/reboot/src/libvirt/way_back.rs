@@ -2,13 +2,14 @@
 
 use super::journal::operation;
 use super::preflight::DESTINATION_GENERATION;
-use super::{DomainError, daemon, record_copy};
+use super::{DomainError, daemon, record_copy, source};
 use crate::error::{Failure, RebootError};
+use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::tracker::close_leftovers;
-use rekindle_qemu::vmm::{START_TIMEOUT, log_tail};
-use rekindle_qemu::{devices, guest, userfaultfd};
+use rekindle_qemu::vmm::log_tail;
+use rekindle_qemu::{devices, userfaultfd};
 use rekindle_vm::journal::{Absence, Step};
 use std::fs::File;
 use std::io;
@@ -18,6 +19,8 @@ use std::time::Duration;
 
 /// How long the threads of a destination may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+/// How a replacement that has failed treats a source that does not answer. libvirt's daemon is stopped meanwhile.
+const SILENT_SOURCE: SilentQemuPolicy = SilentQemuPolicy { wait: Duration::from_secs(10), force: false };
 
 /// Handles a failure before the decision: the guest continues in the source, and libvirt gets it back.
 pub(super) fn abandon(handover: Handover, error: RebootError) -> Failure {
@@ -29,14 +32,11 @@ pub(super) fn abandon(handover: Handover, error: RebootError) -> Failure {
         }
         other => other,
     };
-    if handover.live_source().is_none() {
-        if let Err(e) = end_without_guest(handover) {
-            tracing::error!("{name}: {e}");
-        }
-        return Failure::needs_recovery(DomainError::Lost { name });
-    }
-    match undo(handover) {
-        Ok(()) => Failure::unchanged(error),
+    let was_daemon_stopped = is_daemon_stopped(&handover);
+    match undo(handover, SILENT_SOURCE) {
+        Ok(Recovered::ShutOff) if was_daemon_stopped => Failure::needs_recovery(DomainError::Lost { name }),
+        Ok(Recovered::ShutOff) => Failure::unchanged(DomainError::Ended { name }),
+        Ok(_) => Failure::unchanged(error),
         Err(e) => {
             tracing::error!("{name}: cannot return the guest to its QEMU and to libvirt: {e}");
             Failure::needs_recovery(error)
@@ -52,59 +52,74 @@ pub(super) fn fail_after_decision(mut handover: Handover, ram_files: &[File], er
         let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         ram_files.iter().all(|file| evidence::is_untouched(&path(file), mark))
     };
-    let Some(destination) = handover.destination().cloned() else { return Failure::needs_recovery(error) };
+    let Some(destination) = handover.destination() else { return Failure::needs_recovery(error) };
     let process = destination.process();
     // A process that has stopped writes no more.
     let is_still = !process.is_alive() || process.stop_fully(STOP_TIMEOUT).unwrap_or(false) || !process.is_alive();
-    if !is_still || !is_untouched() || destination.kill().is_err() {
-        let _ = process.resume();
-        return Failure::needs_recovery(error);
+    // The new decision is journalled before the destination is ended: if this process is killed then, the guest
+    // continues in the source.
+    if is_still && is_untouched() && handover.advance(Step::Saved).is_ok() {
+        return abandon(handover, error);
     }
-    match handover.advance(Step::Saved) {
-        Ok(()) => abandon(handover, error),
-        Err(e) => Failure::needs_recovery(e),
-    }
+    let _ = process.resume();
+    Failure::needs_recovery(error)
 }
 
 /// Returns the guest to its source QEMU and to libvirt, and ends the operation. Can be repeated.
 ///
-/// *Needs:* the source lives; the guest has not run in the destination.
-pub(super) fn undo(handover: Handover) -> Result<(), RebootError> {
+/// *Needs:* the guest has not run in the destination.
+/// *On success:* [`Recovered::Undone`], or [`Recovered::ShutOff`] if the source has ended.
+pub(super) fn undo(handover: Handover, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+    let returned = return_guest(&handover, policy);
+    // Also after a failure: libvirt's other guests need the daemon.
+    let started = start_daemon(&handover);
+    let recovered = returned?;
+    started?;
+    remove_run_directory(&handover)?;
+    Ok(recovered)
+}
+
+fn return_guest(handover: &Handover, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     handover.end_destination()?;
-    let Some(source) = handover.live_source().cloned() else { return end_without_guest(handover) };
-    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/mem", source.pid)));
-    let injector = Injector::new(source.process()).map_err(|e| untraceable(e.into()))?;
-    close_leftovers(injector).map_err(|e| untraceable(io::Error::other(e)))?;
-    let absence = handover.journal.operation.libvirt.as_ref().map_or(Absence::Present, |libvirt| libvirt.absence);
-    if absence != Absence::Present {
-        daemon::stop(&operation(&handover)?.daemon)?;
-        let mut qmp = source.connect(START_TIMEOUT)?;
-        if handover.journal.operation.step >= Step::Suspend && guest::run_state(&mut qmp)? != "running" {
-            guest::resume_after_save(&mut qmp)?;
-        }
+    let Some(source) = handover.live_source() else { return Ok(Recovered::ShutOff) };
+    // While libvirt's daemon has not been stopped, the guest has not been stopped either.
+    if is_daemon_stopped(handover) {
+        let Some(mut qmp) = source::resume(handover, source, policy)? else { return Ok(Recovered::ShutOff) };
         devices::remove_descriptor_sets(&mut qmp, devices::DescriptorSets::All)?;
         userfaultfd::take_back(&mut qmp)?;
     }
-    return_to_libvirt(&handover)
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/mem", source.pid)));
+    let injector = Injector::new(source.process()).map_err(|e| untraceable(e.into()))?;
+    close_leftovers(injector).map_err(|e| untraceable(io::Error::other(e)))?;
+    Ok(Recovered::Undone)
 }
 
 /// Ends an operation whose guest is lost: libvirt finds that the domain's QEMU has ended. Can be repeated.
-pub(super) fn end_without_guest(handover: Handover) -> Result<(), RebootError> {
+pub(super) fn end_without_guest(handover: &Handover) -> Result<Recovered, RebootError> {
     handover.end_destination()?;
     if let Some(source) = handover.live_source() {
         source.kill().map_err(handover.file_error("qemu"))?;
     }
-    return_to_libvirt(&handover)
+    start_daemon(handover)?;
+    remove_run_directory(handover)?;
+    Ok(Recovered::ShutOff)
 }
 
-fn return_to_libvirt(handover: &Handover) -> Result<(), RebootError> {
-    if let Some(libvirt) = &handover.journal.operation.libvirt
-        && libvirt.absence != Absence::Present
-    {
+fn is_daemon_stopped(handover: &Handover) -> bool {
+    operation(handover).is_ok_and(|libvirt| libvirt.absence != Absence::Present)
+}
+
+fn start_daemon(handover: &Handover) -> Result<(), RebootError> {
+    if is_daemon_stopped(handover) {
+        let libvirt = operation(handover)?;
         if handover.live_source().is_some() {
             record_copy::restore_if_missing(&handover.rundir, libvirt)?;
         }
         daemon::start_if_absent(&libvirt.daemon)?;
     }
+    Ok(())
+}
+
+fn remove_run_directory(handover: &Handover) -> Result<(), RebootError> {
     handover.rundir.remove().map_err(RebootError::file(handover.rundir.path()))
 }

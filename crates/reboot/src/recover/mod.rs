@@ -54,7 +54,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };
     if journal.operation.kind == Kind::LibvirtReplace {
-        return recover_replacement(&locked_vm, journal);
+        return recover_replacement(&locked_vm, journal, policy);
     }
     require_answers(&locked_vm, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
@@ -82,7 +82,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
             recover_cold(continue_interrupted(&locked_vm, journal))
         }
-        Kind::LibvirtReplace => recover_replacement(&locked_vm, journal),
+        Kind::LibvirtReplace => recover_replacement(&locked_vm, journal, policy),
         Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&locked_vm, journal)),
     }?;
     idle::remove_saved_state(host, &locked_vm);

@@ -174,7 +174,7 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
     let carried = destination.stage.ram.carried_blocks(source_blocks);
     let mut stream = StreamWriter::begin(&handover.rundir)?;
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: Some(&mut stream) };
     let mut source_state = SourceState::prepare(source_qemu, &mut source_qmp, carried, StreamForm::Own, &mut sink)?;
     source_state.stage()?;
     // With a memory comparison, the destination gets further commands before the one that resumes the guest.
@@ -259,7 +259,7 @@ fn transfer_guest(
     // it is busy.
     taps.give(&hardware, injector)?;
     handover.pass("warm.suspend.taps");
-    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
+    let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: Some(&mut stream) };
     let small_blocks = source_state.send_blocks(&mut sink)?;
     handover.recorder.step("read blocks");
     let devices = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;

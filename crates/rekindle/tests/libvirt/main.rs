@@ -4,9 +4,12 @@
 
 mod changes;
 mod daemon;
+mod faults;
+mod interference;
 
+use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
-use rekindle_testing::{DEADLINE, wait_for};
+use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -44,13 +47,24 @@ fn text(output: &Output) -> String {
 /// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk works.
 #[track_caller]
 fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
-    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+    let is_up = poll(DEADLINE, || domain.is_up().then_some(())).is_some();
+    assert!(is_up, "{}: the guest does not answer; QEMU's log:\n{}", domain.name, domain.log());
     assert_eq!(domain.ask("boot-id"), boot_id);
     domain.ask("dirty 0");
     assert!(domain.ask("verify").parse::<u64>().unwrap() > 0);
     domain.ask("dirty 20 48 random");
     domain.ask("drop-caches");
     domain.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+}
+
+/// Returns the processes of the QEMUs of a domain.
+fn qemus_of(name: &str) -> Vec<Process> {
+    let numbers = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let is_of_domain = |pid: &u32| {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).any(|word| word.starts_with(format!("guest={name},").as_bytes()))
+    };
+    numbers.filter(is_of_domain).filter_map(|pid| Process::of(pid).ok()).collect()
 }
 
 #[track_caller]

@@ -1,0 +1,135 @@
+//! Kills each process at each point of a replacement. Afterwards exactly one QEMU has the guest, or libvirt shows the
+//! domain as shut off, and libvirt's daemon accepts connections.
+
+use crate::{assert_continues, boot, qemus_of, rekindle, text};
+use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
+use rekindle_testing::{DEADLINE, wait_for};
+use rekindle_vm::fault::DOMAIN_POINTS;
+use std::fs;
+use std::sync::Mutex;
+use std::thread;
+
+/// What becomes of the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    /// It continues in the source.
+    Source,
+    /// It continues in the destination.
+    Destination,
+    /// The QEMU that was killed was the only one with its state: libvirt shows the domain as shut off.
+    ShutOff,
+}
+
+use Outcome::{Destination, ShutOff, Source};
+
+/// Outcomes for each point if Rekindle, the source, the destination, or libvirt's daemon is killed there. At the first
+/// point there is no destination yet, and while the daemon is stopped there is no daemon to kill.
+const TABLE: &[(&str, [Outcome; 4])] = &[
+    ("libvirt.prepare.journalled", [Source, ShutOff, Destination, Source]),
+    ("libvirt.prepare.spawned", [Source, ShutOff, Source, Source]),
+    ("libvirt.prepare.compared", [Source, ShutOff, Source, Source]),
+    ("libvirt.prepare.copied", [Source, ShutOff, Source, Destination]),
+    ("libvirt.daemon.stopping", [Source, ShutOff, Source, Destination]),
+    ("libvirt.daemon.stopped", [Source, ShutOff, Source, Destination]),
+    ("libvirt.suspend.journalled", [Source, ShutOff, Source, Destination]),
+    ("libvirt.suspend.stopped", [Source, ShutOff, Source, Destination]),
+    ("libvirt.suspend.copied", [Source, Destination, Source, Destination]),
+    ("libvirt.suspend.loaded", [Source, Destination, Source, Destination]),
+    ("libvirt.suspend.frozen", [Source, Destination, Source, Destination]),
+    ("libvirt.resume.journalled", [Destination, Destination, Source, Destination]),
+    ("libvirt.resume.resumed", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.frozen", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.status-written", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.pid-written", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.reconnected", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.settle.journalled", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.settle.source-gone", [Destination, Destination, ShutOff, Destination]),
+];
+
+/// Threads that walk through the faults, each with a libvirt of its own. A walk waits more than it computes.
+const WALKERS: usize = 2;
+
+#[test]
+fn one_qemu_has_the_guest_after_rekindle_is_killed() {
+    walk("kill", |[rekindle_killed, ..]| rekindle_killed);
+}
+
+#[test]
+fn one_qemu_has_the_guest_after_the_source_is_killed() {
+    walk("kill-old", |[_, source_killed, ..]| source_killed);
+}
+
+#[test]
+fn one_qemu_has_the_guest_after_the_destination_is_killed() {
+    walk("kill-new", |[_, _, destination_killed, _]| destination_killed);
+}
+
+#[test]
+fn one_qemu_has_the_guest_after_the_daemon_is_killed() {
+    walk("kill-daemon", |[.., daemon_killed]| daemon_killed);
+}
+
+/// Takes `action` at each point. `expected` chooses its outcome from those of a point.
+fn walk(action: &str, expected: fn([Outcome; 4]) -> Outcome) {
+    let listed: Vec<_> = TABLE.iter().map(|(point, _)| *point).collect();
+    assert_eq!(listed, DOMAIN_POINTS, "TABLE must have the outcomes of each fault point");
+    let cases = Mutex::new(TABLE.iter().enumerate());
+    let failures = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..WALKERS {
+            scope.spawn(|| {
+                let libvirt = PrivateLibvirt::start();
+                while let Some((number, (point, outcomes))) = { cases.lock().unwrap().next() } {
+                    let domain = boot(&libvirt, &format!("faulty{number}"));
+                    let found = inject(&libvirt, &domain, &format!("{point}:{action}"));
+                    let destroyed = libvirt.try_virsh(&["destroy", &domain.name]);
+                    let expected = expected(*outcomes);
+                    if found != Ok(expected) || (expected != ShutOff && destroyed.is_err()) {
+                        eprintln!("{point}: {found:?} instead of {expected:?}; destroy: {destroyed:?}");
+                        failures.lock().unwrap().push(point);
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{failures:?}");
+}
+
+/// Replaces the domain's QEMU with a fault, recovers it, and returns what has become of its guest.
+fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<Outcome, String> {
+    let boot_id = domain.ask("boot-id");
+    let source = domain.process();
+    let replaced =
+        rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+    let mut log = text(&replaced);
+    if fs::exists(format!("/run/rekindle/{}/state.json", domain.name)).unwrap() {
+        let recovered = rekindle(&["recover", &domain.name]).output().unwrap();
+        log += &text(&recovered);
+        if !recovered.status.success() {
+            return Err(log);
+        }
+    }
+    if fault.starts_with("libvirt.prepare") && libvirt.daemon().is_none() {
+        // Rekindle had not stopped the daemon yet. An administrator starts it.
+        libvirt.start_daemon();
+    }
+    // After a failure the program does not wait until a daemon that it has started accepts connections.
+    wait_for("libvirt's daemon", DEADLINE, || libvirt.try_virsh(&["uri"]).ok());
+    let qemus = qemus_of(&domain.name);
+    if qemus.is_empty() {
+        // A domain that was made by `virsh create` does not exist when it is shut off. libvirt needs a moment to see
+        // that its QEMU has ended.
+        let is_gone = || libvirt.try_virsh(&["domstate", &domain.name]).is_err().then_some(());
+        wait_for("libvirt to drop the domain", DEADLINE, is_gone);
+        return Ok(ShutOff);
+    }
+    match (domain.state().as_str(), qemus.as_slice()) {
+        ("running", [qemu]) if *qemu == domain.process() => {
+            assert_continues(domain, &boot_id);
+            Ok(if *qemu == source { Source } else { Destination })
+        }
+        (state, qemus) => Err(format!("{state}, QEMUs {qemus:?}; {log}")),
+    }
+}
