@@ -105,7 +105,7 @@ pub fn start_merge(qmp: &mut Qmp, chain: &OverlayChain, up_to: OverlayName, spee
     Ok(qmp.execute::<Value>("block-commit", arguments).map(drop)?)
 }
 
-/// Cancels the end of a disk's overlays that an earlier process has begun, as long as it can be cancelled. After that, the
+/// Cancels the end of a disk's overlays that an earlier process has started, as long as it can be cancelled. After that, the
 /// graph shows for certain where the device is.
 ///
 /// # Errors
