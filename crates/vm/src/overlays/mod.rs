@@ -187,7 +187,7 @@ impl OverlayDisks {
         }
     }
 
-    /// Brings all disks to the point at which [`OverlayDisks::mark`] can put the next overlay on them. Waits for a merge,
+    /// Takes the steps after which [`OverlayDisks::mark`] can put the next overlay on all disks. Waits for a merge,
     /// or cancels it, because QEMU rejects a mark meanwhile.
     ///
     /// # Errors

@@ -142,7 +142,7 @@ fn directory_of(image: &Path, parent: Option<&Path>, vm: Uuid, number: u16) -> R
     }
     let kind = fs::metadata(image).map_err(|e| format!("{}: {e}", image.display()))?.file_type();
     if kind.is_block_device() {
-        return Err("it is a block device: say where its overlays may be, with --overlay-dir DIR".into());
+        return Err("it is a block device: name a directory for its overlays: --overlay-dir DIR".into());
     }
     let mut directory = image.to_owned().into_os_string();
     directory.push(".rekindle");

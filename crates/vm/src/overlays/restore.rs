@@ -58,8 +58,8 @@ impl RestoredOverlays {
     /// # Errors
     /// If a file cannot be made.
     pub fn create(&mut self, qemu: &Path) -> Result<(), OverlayDisksError> {
-        let beside = qemu.with_file_name("qemu-img");
-        let qemu_img = if beside.exists() { beside } else { PathBuf::from("qemu-img") };
+        let sibling = qemu.with_file_name("qemu-img");
+        let qemu_img = if sibling.exists() { sibling } else { PathBuf::from("qemu-img") };
         self.disks.iter_mut().try_for_each(|disk| disk.create(&qemu_img))
     }
 
