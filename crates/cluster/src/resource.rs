@@ -40,6 +40,7 @@ impl Resource {
         match disks {
             DiskPolicy::Refuse => {}
             DiskPolicy::CrashConsistent => add("--disk", "crash-consistent".into()),
+            DiskPolicy::Overlays { .. } => add("--disk", "overlays".into()),
             DiskPolicy::Hook(command) => add("--disk-hook", command.into()),
         }
         if *output_commit {

@@ -25,6 +25,7 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{OperationLock, RunStateLock};
 use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::overlays::{OverlayDisks, OverlayDisksError};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{Attached, State, format_of};
 use rustix::fs::{FlockOperation, flock};
@@ -32,7 +33,7 @@ use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 use uuid::Uuid;
 
@@ -80,6 +81,9 @@ pub enum AttachError {
     /// The guest's memory cannot be tracked.
     #[error(transparent)]
     Right(#[from] RemoteError),
+    /// The overlays on its disks cannot be merged.
+    #[error("the overlays on the guest's disks cannot be merged; repeat `rekindle detach`, or see the cause")]
+    Overlays(#[from] OverlayDisksError),
     /// Rekindle started the VM.
     #[error("VM {name} was started by Rekindle, and not attached to: rekindle stop {name}")]
     NotAttached {
@@ -413,7 +417,7 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     let mut detached = Detached::Ended;
     if let Some(vmm) = vm.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
         let _run_state = RunStateLock::acquire(&vm.rundir, CHECKPOINT_TIMEOUT).map_err(LifeError::from)?;
-        let released = release_qemu(vmm, &vm.rundir.paused());
+        let released = release_qemu(vmm, &vm.rundir);
         // An error of a QEMU that has ended in the meantime does not matter.
         if vmm.is_alive() {
             released?;
@@ -425,16 +429,22 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     Ok(detached)
 }
 
-/// Removes from a QEMU what a protector has left in it. `pause_mark` exists if a checkpoint has stopped the guest.
-fn release_qemu(vmm: &Vmm, pause_mark: &Path) -> Result<(), AttachError> {
+/// Removes from a QEMU what a protector has left in it: it may have stopped the guest, and put overlays on its disks.
+fn release_qemu(vmm: &Vmm, rundir: &RunDir) -> Result<(), AttachError> {
     // First resume the threads that are blocked in a write to a protected page.
     tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
     let mut qmp = vmm.connect(GREETING_TIMEOUT).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),
         no_qmp_error => LifeError::Vmm(no_qmp_error).into(),
     })?;
-    if pause_mark.exists() && run_state(&mut qmp)? == "paused" {
+    // Must precede the resume: an earlier detach may have been killed while it merged them.
+    let overlays = OverlayDisks::adopt(&mut qmp, rundir, vmm)?;
+    if rundir.paused().exists() && run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
+        fs::remove_file(rundir.paused()).map_err(|source| AttachError::File { path: rundir.paused(), source })?;
+    }
+    if let Some(overlays) = overlays {
+        overlays.end(&mut qmp, rundir)?;
     }
     devices::remove_descriptor_sets(&mut qmp, devices::DescriptorSets::All)?;
     userfaultfd::take_back(&mut qmp)?;

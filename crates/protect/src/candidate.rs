@@ -146,7 +146,7 @@ pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
 fn open_newest(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
     let image = Image::open(store, &ReadOptions { lazy: true, ..ReadOptions::default() })?;
     let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
-    Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
+    Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new(), overlays: Vec::new() })
 }
 
 /// A destination QEMU that waits to load the devices of a candidate's guest. Another QEMU of the VM may still run.

@@ -9,12 +9,15 @@ use crate::target::Target;
 use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::keeper::EpochId;
 use rekindle_vm::disks;
+use rekindle_vm::overlays::OverlayEpoch;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::PathBuf;
 
 /// The key of the epochs in a checkpoint's metadata.
 pub(crate) const KEY: &str = "disks";
+/// The key of the disks that QEMU itself serves, with the overlays that they need.
+pub(crate) const OVERLAYS_KEY: &str = "overlays";
 
 /// Why a disk server cannot take part in a checkpoint.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +47,11 @@ pub(crate) struct DiskEpoch {
 pub(crate) fn read(metadata: &Value) -> Result<disks::Epochs, serde_json::Error> {
     let listed = metadata.get(KEY).map_or(Ok(Vec::new()), Vec::<DiskEpoch>::deserialize)?;
     Ok(by_disk_id(&listed))
+}
+
+/// Reads the disks on overlays from a checkpoint's metadata.
+pub(crate) fn read_overlays(metadata: &Value) -> Result<Vec<OverlayEpoch>, serde_json::Error> {
+    metadata.get(OVERLAYS_KEY).map_or(Ok(Vec::new()), Vec::<OverlayEpoch>::deserialize)
 }
 
 /// Returns the epochs by disk id.

@@ -14,6 +14,7 @@ use rekindle_qemu::devices::DeviceStateError;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::ramblock::LocateError;
 use rekindle_store::StoreError;
+use rekindle_vm::overlays::OverlayDisksError;
 use std::error::Error;
 use std::path::PathBuf;
 
@@ -55,6 +56,26 @@ pub enum ProtectError {
          than the guest's memory does no harm, use --disk crash-consistent"
     )]
     WritableDisk { name: String, disk: String },
+    /// The guest's disks are on overlays, and this protector would not record them.
+    #[error(
+        "{name}'s disks are on overlays of an earlier `rekindle protect`, without which its image is an older disk: \
+         protect it with --disk overlays, or merge them first: rekindle detach {name}"
+    )]
+    OnOverlays { name: String },
+    /// Overlays are only for machines that Rekindle did not design.
+    #[error(
+        "{name}: --disk overlays is for a guest whose QEMU Rekindle did not start; use `server = true` for its disks"
+    )]
+    OwnDisks { name: String },
+    /// libvirt may work on the disks at the same time.
+    #[error("{name} is a libvirt domain: --disk overlays is only for a QEMU that is attached by --qmp SOCKET")]
+    LibvirtDisks { name: String },
+    /// The overlays are full, or nearly.
+    #[error(
+        "{name} is not protected any more: the file system of its overlays is full, so they were merged into its images. \
+         It runs on, and the checkpoints before have no disk. Make room, or use --overlay-dir, and protect it again"
+    )]
+    OverlaysFull { name: String },
     /// Pre-copy would miss writes.
     #[error(
         "{name} has {disk} open with O_DIRECT, so that the kernel writes its memory past the page tables that pre-copy \
@@ -118,6 +139,9 @@ pub(crate) enum CheckpointError {
     /// A disk server failed.
     #[error(transparent)]
     DiskEpoch(#[from] EpochError),
+    /// QEMU's own disks cannot take part.
+    #[error(transparent)]
+    Overlays(#[from] OverlayDisksError),
     #[error("cannot determine which pages of the guest's memory a disk server has written")]
     DiskServer(#[from] ControlError),
     /// A disk server has reported an address outside of the guest's RAM.

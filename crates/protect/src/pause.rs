@@ -186,13 +186,15 @@ impl Monitors {
         &mut self,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
-        self.pause_then(AfterPause::Resume, work)
+        self.pause_then(AfterPause::Resume, |_| Ok(()), work)
     }
 
-    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `after`.
+    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `after`. `begin` can use the monitor
+    /// before a command is staged on it.
     pub(crate) fn pause_then<T, E: From<PauseError>>(
         &mut self,
         after: AfterPause,
+        begin: impl FnOnce(&mut Stopped<'_>) -> Result<(), E>,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
@@ -207,7 +209,7 @@ impl Monitors {
         fs::write(&self.mark, []).map_err(|source| PauseError::Mark { path: self.mark.clone(), source })?;
         let boost = raise_priority(self.process);
         let mut laps = LapTimer::new();
-        let pause = self.run_pause(&mut laps, after, work);
+        let pause = self.run_pause(&mut laps, after, begin, work);
         drop(boost);
         // If the guest was not resumed, the mark stays for recovery.
         let EndedPause { result, stopped_host_us, resumed_host_us } = pause?;
@@ -223,12 +225,13 @@ impl Monitors {
         &mut self,
         laps: &mut LapTimer,
         after: AfterPause,
+        begin: impl FnOnce(&mut Stopped<'_>) -> Result<(), E>,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<EndedPause<T, E>, PauseError> {
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control)?;
         laps.steps.stop = laps.lap();
         let mut saver = DeviceSaver { save: self.save.as_mut(), devices: &self.devices, hold: self.hold.as_ref() };
-        let started = saver.start(&mut stopped, after);
+        let started = begin(&mut stopped).and_then(|()| saver.start(&mut stopped, after).map_err(E::from));
         let resume_is_staged = started.is_ok() && saver.save.is_some() && after == AfterPause::Resume;
         let result = match started {
             Ok(()) => {
@@ -237,7 +240,7 @@ impl Monitors {
                 let saved = saver.finish(&mut stopped, laps);
                 worked.and_then(|value| saved.map(|()| value).map_err(E::from))
             }
-            Err(e) => Err(e.into()),
+            Err(e) => Err(e),
         };
         self.control.drop_events();
         let resumed_host_us = match after {

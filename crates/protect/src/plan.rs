@@ -6,9 +6,12 @@ use crate::target::Target;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, MachineFacts};
+use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
+use rekindle_vm::overlays::OverlayDisks;
 use serde_json::Value;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// How long QEMU may take to send its greeting.
@@ -23,6 +26,11 @@ pub enum DiskPolicy {
     CrashConsistent,
     /// A command of the user snapshots the disks while the guest is stopped.
     Hook(String),
+    /// QEMU puts an overlay on each disk at each checkpoint.
+    Overlays {
+        /// Where the overlays are; none: next to the images.
+        parent: Option<PathBuf>,
+    },
 }
 
 /// The way in which a guest is protected.
@@ -36,6 +44,8 @@ pub(crate) struct ProtectionPlan {
     pub(crate) returns_memory: bool,
     /// Set for an attached guest.
     pub(crate) attached: Option<AttachedDevices>,
+    /// The disks on overlays.
+    pub(crate) overlays: Option<OverlayDisks>,
 }
 
 /// The devices and disks of an attached guest, as its QEMU's command line lists them. Checkpoints record that command
@@ -76,8 +86,34 @@ impl ProtectionPlan {
         let images = open_images(&mut control).map_err(CheckpointError::from)?;
         let disk_hook = choose_disk_hook(name, disk_policy, &images)?;
         let policy = choose_policy(name, wanted_policy, &images, &served_disks)?;
-        Ok(Self { policy, disk_hook, control, returns_memory: adopted.gives_back, attached })
+        let overlays = prepare_overlays(target, disk_policy, &mut control)?;
+        Ok(Self { policy, disk_hook, control, returns_memory: adopted.gives_back, attached, overlays })
     }
+}
+
+/// Takes over the overlays of an earlier protector, and begins those that `disk_policy` asks for.
+fn prepare_overlays(
+    target: &Target,
+    disk_policy: &DiskPolicy,
+    control: &mut Qmp,
+) -> Result<Option<OverlayDisks>, TrackingStartError> {
+    let name = || target.name().to_owned();
+    let (rundir, vmm) = (target.rundir(), target.vmm());
+    let DiskPolicy::Overlays { parent } = disk_policy else {
+        return match OverlayDisks::adopt(control, rundir, vmm).map_err(|e| ProtectError::tracking(&name(), e))? {
+            Some(_) => Err(ProtectError::OnOverlays { name: name() }.into()),
+            None => Ok(None),
+        };
+    };
+    if let Some(Monitor::Libvirt { .. }) = vmm.monitor {
+        return Err(ProtectError::LibvirtDisks { name: name() }.into());
+    }
+    let Some(machine) = &target.state().hardware.foreign else {
+        return Err(ProtectError::OwnDisks { name: name() }.into());
+    };
+    let uuid = target.identity().uuid;
+    let overlays = OverlayDisks::begin(control, rundir, vmm, machine, uuid, parent.as_deref());
+    Ok(Some(overlays.map_err(|e| ProtectError::tracking(&name(), e))?))
 }
 
 /// Inspects the devices of an attached guest, which may have changed since it was attached.
@@ -100,7 +136,7 @@ fn choose_disk_hook(
         (DiskPolicy::Refuse, Some(image)) => {
             Err(ProtectError::WritableDisk { name: name.into(), disk: image.file.clone() })
         }
-        (DiskPolicy::Refuse, None) | (DiskPolicy::CrashConsistent, _) => Ok(None),
+        (DiskPolicy::Refuse, None) | (DiskPolicy::CrashConsistent | DiskPolicy::Overlays { .. }, _) => Ok(None),
         (DiskPolicy::Hook(command), _) => Ok(Some(command.clone())),
     }
 }

@@ -8,6 +8,7 @@
 //! | 4 | format 3, and disks on Rekindle's disk servers, whose epochs are in the checkpoint's metadata |
 //! | 5 | format 4, and redo logs outside the images' directories |
 //! | 6 | format 5, and the port through which a guest announces phases |
+//! | 7 | format 2, and disks on overlays, which are in the checkpoint's metadata |
 
 use rekindle_qemu::command::{Disk, Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -17,7 +18,7 @@ use serde_json::Value;
 
 /// The newest format that this version of Rekindle reads. It writes the oldest format that suffices, so that older
 /// versions can read the recipe.
-pub const FORMAT: u32 = 6;
+pub const FORMAT: u32 = 7;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]

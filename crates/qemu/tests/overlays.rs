@@ -6,7 +6,7 @@
 
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, OverlayChain};
-use rekindle_qemu::block::jobs::{self, CancelOutcome};
+use rekindle_qemu::block::jobs::{self, CancelOutcome, Job};
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::guest;
@@ -15,8 +15,11 @@ use rekindle_qemu::stopped::Stopped;
 use rekindle_testing::{DEADLINE, tools, wait_for};
 use serde_json::{Value, json};
 use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use tempfile::TempDir;
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -299,4 +302,96 @@ fn an_overlay_that_cannot_be_made_leaves_no_node() {
     let graph = BlockGraph::read(&mut machine.qmp).unwrap();
     assert!(!graph.has_node(&name.node()) && !graph.has_node(&name.file_node()));
     machine.create(1);
+}
+
+#[test]
+fn an_end_whose_answer_was_lost_is_an_end() {
+    let mut machine = Machine::start(tools::qemu_new(), QCOW2_BELOW);
+    let first = machine.create(1);
+    machine.try_mark(first).unwrap();
+    machine.write(0, 1);
+    let chain = machine.chain();
+    overlay::prepare_end(&mut machine.qmp, &chain, DEADLINE).unwrap();
+    guest::stop(&mut machine.qmp).unwrap();
+    machine.qmp.execute::<Value>("job-complete", json!({"id": "rk-end-0"})).unwrap();
+    jobs::finish(&mut machine.qmp, "rk-end-0", DEADLINE).unwrap();
+    // The job is gone. The graph shows that the device is on its base.
+    overlay::end(&mut Stopped::check(&mut machine.qmp).unwrap(), &chain).unwrap();
+    assert_eq!(machine.chain().overlays, []);
+    assert_eq!(machine.base_content(), disk(&[1]));
+}
+
+#[test]
+fn an_end_that_fails_leaves_the_device_on_its_overlay() {
+    let mut machine = Machine::start(tools::qemu_new(), RAW_DRIVE);
+    let first = machine.create(1);
+    machine.try_mark(first).unwrap();
+    let chain = machine.chain();
+    guest::stop(&mut machine.qmp).unwrap();
+    // Without `prepare_end` there is no job to complete.
+    let failed = overlay::end(&mut Stopped::check(&mut machine.qmp).unwrap(), &chain);
+    assert!(matches!(failed, Err(BlockError::JobVanished { .. })), "{failed:?}");
+    assert_eq!(machine.chain(), chain);
+}
+
+#[test]
+fn a_merge_of_a_killed_process_is_checked_before_it_is_dismissed() {
+    let mut machine = Machine::start(tools::qemu_new(), RAW_DRIVE);
+    let (first, second) = (machine.create(1), machine.create(2));
+    machine.try_mark(first).unwrap();
+    machine.write(0, 1);
+    machine.try_mark(second).unwrap();
+    let chain = machine.chain();
+    overlay::start_merge(&mut machine.qmp, &chain, first, 0).unwrap();
+    let is_concluded = |qmp: &mut Qmp| Job::find(qmp, &first.merge_job()).unwrap().filter(Job::is_concluded).map(drop);
+    wait_for("the merge", DEADLINE, || is_concluded(&mut machine.qmp));
+    // A base that QEMU could not make read-only again has not been flushed.
+    let unflushed = OverlayChain { base: chain.top(), ..chain.clone() };
+    let checked = overlay::finish_merge(&mut machine.qmp, &unflushed, first, DEADLINE);
+    assert!(matches!(checked, Err(BlockError::BaseNotFlushed { .. })), "{checked:?}");
+    assert_eq!(overlay::unfinished_merge(&mut machine.qmp, 0).unwrap(), Some(first));
+    overlay::finish_merge(&mut machine.qmp, &chain, first, DEADLINE).unwrap();
+    assert_eq!(overlay::unfinished_merge(&mut machine.qmp, 0).unwrap(), None);
+}
+
+/// Answers as a QEMU whose job ends at the second query, without any event, as libvirt's monitor relay does.
+fn serve_job_without_events(listener: &UnixListener) {
+    let (stream, _) = listener.accept().unwrap();
+    let commands = serde_json::Deserializer::from_reader(stream.try_clone().unwrap()).into_iter::<Value>();
+    let mut writer = stream;
+    writeln!(
+        writer,
+        "{}",
+        json!({"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 0}, "package": ""},
+        "capabilities": []}})
+    )
+    .unwrap();
+    let mut queries = 0;
+    for command in commands.map_while(Result::ok) {
+        let answer = match command["execute"].as_str().unwrap() {
+            "query-jobs" => {
+                queries += 1;
+                let status = if queries < 2 { "running" } else { "concluded" };
+                json!([{"id": "rk-merge-0-2", "status": status}])
+            }
+            _ => json!({}),
+        };
+        let mut reply = json!({"return": answer});
+        if let Some(id) = command.get("id") {
+            reply["id"] = id.clone();
+        }
+        writeln!(writer, "{reply}").unwrap();
+    }
+}
+
+#[test]
+fn the_end_of_a_job_is_found_without_events() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("qmp");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = thread::spawn(move || serve_job_without_events(&listener));
+    let mut qmp = Qmp::connect(&socket, DEADLINE).unwrap();
+    jobs::finish(&mut qmp, "rk-merge-0-2", DEADLINE).unwrap();
+    drop(qmp);
+    server.join().unwrap();
 }

@@ -12,6 +12,7 @@
 //! | [`samples`] | free resources of host and guests over time |
 //! | [`fault`] | fault points, at which a test can kill Rekindle or a QEMU |
 //! | [`disks`] | the servers of a VM's disks |
+//! | [`overlays`] | the disks that a VM's QEMU itself serves, at the moments of its checkpoints |
 //! | [`helpers`] | the processes that serve a VM in addition to its QEMU, and which of them are missing |
 //! | [`phases`] | checks whether a VM's disks are unchanged since a boot snapshot |
 //! | [`logs`] | a VM's logs, which are bounded |
@@ -42,6 +43,7 @@ pub mod locked_vm;
 pub mod logs;
 pub mod names;
 pub mod network;
+pub mod overlays;
 pub mod phases;
 pub mod qemu;
 pub mod ram;

@@ -8,7 +8,7 @@ use crate::redo::files::{LogFile, LogFiles};
 use crate::slots::{Counted, SLOT_BYTES, newest_slot, slot_offset, write_slot};
 use rekindle_kernel::uring::Buffer;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const STATE_NAME: &str = "state";
 const STATE_BYTES: u64 = 2 * SLOT_BYTES;
@@ -102,6 +102,42 @@ impl<D: LogFiles> OverlayDirectory<D> {
         &self.state
     }
 
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.files.path()
+    }
+
+    /// Returns the epochs whose files make the disk of `epoch`, with the image: oldest first.
+    ///
+    /// # Errors
+    /// [`OverlayError::NoEpoch`] if the disk of this epoch's mark is not there any more, or was never durable;
+    /// [`OverlayError::MissingEpoch`].
+    pub fn overlays_of(&self, epoch: u64) -> Result<Vec<u64>, OverlayError> {
+        let path = || self.files.path().to_owned();
+        if !self.state.has_epoch(epoch) {
+            return Err(OverlayError::NoEpoch { path: path(), epoch });
+        }
+        let (files, wanted) = (self.epochs()?, self.state.merged + 1..=epoch);
+        let wanted: Vec<u64> = wanted.filter(|epoch| !self.state.is_dead(*epoch)).collect();
+        match wanted.iter().find(|epoch| !files.contains(epoch)) {
+            Some(epoch) => {
+                Err(OverlayError::MissingEpoch { path: path(), epoch: *epoch, name: overlay_file_name(*epoch) })
+            }
+            None => Ok(wanted),
+        }
+    }
+
+    /// Returns an epoch that is newer than all that the disk has ever had.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn unused_epoch(&self) -> Result<u64, OverlayError> {
+        let state = &self.state;
+        let dead = state.dead.iter().map(|dead| dead.last);
+        let newest = self.epochs()?.into_iter().chain(dead).chain([state.sealed, state.merged, state.floor]).max();
+        Ok(newest.unwrap_or_default() + 1)
+    }
+
     /// Returns the path of an epoch's file.
     #[must_use]
     pub fn path_of(&self, epoch: u64) -> PathBuf {
@@ -166,16 +202,29 @@ impl<D: LogFiles> OverlayDirectory<D> {
     /// image durable, which has the writes of the first epoch.
     ///
     /// # Errors
-    /// If a sync fails. Then it is unknown what is durable: no later epoch may be sealed before all overlays are
-    /// merged.
+    /// If a sync fails. Then it is unknown what is durable, and the kernel reports that only once: every later seal
+    /// fails with [`OverlayError::SealFailed`], also in another process, until the overlays are ended.
     pub fn seal(&mut self, epoch: u64, sync_image: impl FnOnce() -> io::Result<()>) -> Result<(), OverlayError> {
+        if self.state.seal_failed {
+            return Err(OverlayError::SealFailed { path: self.files.path().to_owned() });
+        }
+        if let Err(e) = self.sync_epochs(epoch, sync_image) {
+            // In this process it counts even if it cannot be recorded.
+            if let Err(e) = self.record(|state| state.seal_failed = true) {
+                tracing::warn!("cannot record that a sync has failed: {e}");
+                self.state.seal_failed = true;
+            }
+            return Err(e);
+        }
+        self.record(|state| state.sealed = state.sealed.max(epoch))
+    }
+
+    fn sync_epochs(&self, epoch: u64, sync_image: impl FnOnce() -> io::Result<()>) -> Result<(), OverlayError> {
         if self.state.sealed < FIRST_EPOCH {
             sync_image().map_err(failed(&self.files, "syncing the image"))?;
         }
-        for unsealed in self.state.sealed.max(self.state.merged) + 1..=epoch {
-            self.sync_overlay(unsealed)?;
-        }
-        self.record(|state| state.sealed = state.sealed.max(epoch))
+        let mut unsealed = (self.state.sealed.max(self.state.merged) + 1)..=epoch;
+        unsealed.try_for_each(|epoch| if self.state.is_dead(epoch) { Ok(()) } else { self.sync_overlay(epoch) })
     }
 
     fn sync_overlay(&self, epoch: u64) -> Result<(), OverlayError> {

@@ -53,6 +53,16 @@ pub enum OverlayError {
         "overlays {}: it has {name} already; merge the overlays of the disk, or move the file elsewhere", path.display()
     )]
     Occupied { path: PathBuf, name: String },
+    #[error(
+        "overlays {}: a sync of the disk has failed, so it is unknown which of its data is durable, and no checkpoint of \
+         it is taken any more; check the storage, then end the overlays and begin again", path.display()
+    )]
+    SealFailed { path: PathBuf },
+    #[error(
+        "overlays {}: the disk of epoch {epoch} is not there any more: newer writes are merged into the image, or a \
+         restore has discarded it. Restore the newest checkpoint", path.display()
+    )]
+    NoEpoch { path: PathBuf, epoch: u64 },
     #[error("overlays {}: epoch {epoch} has no file {name}, and the image does not have its writes", path.display())]
     MissingEpoch { path: PathBuf, epoch: u64, name: String },
 }

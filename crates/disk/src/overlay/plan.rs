@@ -83,11 +83,15 @@ impl FoundOverlays {
         if let Some(below) = self.chain.first().map(|lowest| lowest - 1).filter(|below| *below > state.merged) {
             return OverlayStep::RecordMerged { up_to: below };
         }
-        let has_unmerged_files = self.files.iter().any(|epoch| *epoch > state.merged);
-        if self.chain.is_empty() && self.prepared.is_none() && has_unmerged_files {
+        // Before the first mark, the only file is that of the prepared overlay.
+        let next = self.next_epoch(state);
+        let is_prepared = |epoch: u64| epoch == next && self.prepared == Some(next);
+        if self.chain.is_empty() && self.files.iter().any(|epoch| *epoch > state.merged && !is_prepared(*epoch)) {
             return OverlayStep::Resolve;
         }
-        if let Some(epoch) = self.files.iter().copied().find(|epoch| *epoch <= state.merged) {
+        let is_useless = |epoch: &u64| *epoch <= state.merged || state.is_dead(*epoch);
+        // Newest first: the node of an overlay that was merged together with older ones still uses theirs.
+        if let Some(epoch) = self.files.iter().copied().rev().find(is_useless) {
             return OverlayStep::Delete { epoch };
         }
         let closed = self.chain.split_last().map_or(&[][..], |(_, closed)| closed);
@@ -100,7 +104,6 @@ impl FoundOverlays {
                 OverlayStep::Merge { up_to }
             };
         }
-        let next = self.next_epoch(state);
         if self.prepared == Some(next) { OverlayStep::Done } else { OverlayStep::Create { epoch: next } }
     }
 }
@@ -113,6 +116,12 @@ mod tests {
         OverlayState { sealed, floor, merged, ..OverlayState::new("disk.raw".into(), 4096) }
     }
 
+    /// As after a restore of epoch 2, with epoch 6 as the fresh one.
+    fn dead(mut state: OverlayState) -> OverlayState {
+        state.restart_at(2, 6, "another QEMU".into());
+        state
+    }
+
     fn found(chain: &[u64], prepared: Option<u64>, files: &[u64]) -> FoundOverlays {
         FoundOverlays { chain: chain.into(), prepared, merging: None, files: files.into() }
     }
@@ -123,6 +132,8 @@ mod tests {
             ("nothing yet", found(&[], None, &[]), state(0, 1, 1), 0, OverlayStep::Create { epoch: 2 }),
             ("file without node", found(&[], None, &[2]), state(0, 1, 1), 0, OverlayStep::Resolve),
             ("interrupted end", found(&[], None, &[3, 4]), state(2, 4, 2), 2, OverlayStep::Resolve),
+            ("end, next one prepared", found(&[], Some(5), &[3, 4, 5]), state(2, 4, 2), 2, OverlayStep::Resolve),
+            ("end of the first", found(&[], Some(3), &[2, 3]), state(1, 2, 1), 1, OverlayStep::Resolve),
             ("prepared", found(&[], Some(2), &[2]), state(0, 1, 1), 0, OverlayStep::Done),
             ("marked, not sealed", found(&[2, 3], Some(4), &[2, 3, 4]), state(1, 1, 1), 2, OverlayStep::Done),
             ("sealed, not committed", found(&[2, 3], Some(4), &[2, 3, 4]), state(2, 1, 1), 1, OverlayStep::Done),
@@ -131,6 +142,20 @@ mod tests {
             ("merged", found(&[3], Some(4), &[2, 3, 4]), state(2, 2, 1), 2, OverlayStep::RecordMerged { up_to: 2 }),
             ("recorded", found(&[3], Some(4), &[2, 3, 4]), state(2, 2, 2), 2, OverlayStep::Delete { epoch: 2 }),
             ("deleted", found(&[3], Some(4), &[3, 4]), state(2, 2, 2), 2, OverlayStep::Done),
+            (
+                "restored",
+                found(&[2, 6], None, &[2, 3, 4, 6]),
+                dead(state(4, 1, 1)),
+                2,
+                OverlayStep::Delete { epoch: 4 },
+            ),
+            (
+                "of a restore",
+                found(&[6], None, &[2, 6]),
+                dead(state(4, 2, 1)),
+                2,
+                OverlayStep::RecordMerged { up_to: 5 },
+            ),
             ("active overlay", found(&[3], None, &[3]), state(3, 2, 2), 3, OverlayStep::Create { epoch: 4 }),
         ];
         for (situation, found, state, committed, expected) in steps {

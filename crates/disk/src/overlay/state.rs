@@ -26,6 +26,23 @@ pub struct OverlayState {
     pub floor: u64,
     /// The image has all writes of epochs up to this.
     pub merged: u64,
+    /// A seal has failed, so that it is unknown what is durable: nothing is sealed any more.
+    #[serde(default)]
+    pub seal_failed: bool,
+    /// The QEMU process that the overlays are for. Only in this process is a device without overlays one whose
+    /// overlays were merged; in any other it is on an image that is older than the disk.
+    #[serde(default)]
+    pub owner: String,
+    /// Epochs that no checkpoint and no disk has any more, because a restore went back to an epoch before them.
+    #[serde(default)]
+    pub dead: Vec<DeadEpochs>,
+}
+
+/// Epochs that a restore has discarded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeadEpochs {
+    pub first: u64,
+    pub last: u64,
 }
 
 impl SlotRecord for OverlayState {
@@ -34,16 +51,42 @@ impl SlotRecord for OverlayState {
 }
 
 impl OverlayState {
-    /// Returns the state of a disk that gets its first overlay.
+    /// Returns the state of a disk that gets its first overlay. `image`: QEMU's name of it.
     #[must_use]
     pub fn new(image: String, bytes: u64) -> Self {
         let (floor, merged) = (FIRST_EPOCH, FIRST_EPOCH);
-        Self { format: FORMAT, disk: Uuid::new_v4(), image, bytes, sealed: 0, floor, merged }
+        Self {
+            format: FORMAT,
+            disk: Uuid::new_v4(),
+            image,
+            bytes,
+            sealed: 0,
+            floor,
+            merged,
+            seal_failed: false,
+            owner: String::new(),
+            dead: Vec::new(),
+        }
     }
 
     /// Returns whether image and overlays still have the disk of this epoch's mark.
     #[must_use]
     pub fn has_epoch(&self, epoch: u64) -> bool {
-        (self.floor..=self.sealed).contains(&epoch)
+        (self.floor..=self.sealed).contains(&epoch) && !self.is_dead(epoch)
+    }
+
+    /// Returns whether a restore has discarded the epoch.
+    #[must_use]
+    pub fn is_dead(&self, epoch: u64) -> bool {
+        self.dead.iter().any(|dead| (dead.first..=dead.last).contains(&epoch))
+    }
+
+    /// Goes back to the disk of `epoch`: the guest writes to epoch `fresh` from now on, and those between are dead.
+    pub fn restart_at(&mut self, epoch: u64, fresh: u64, owner: String) {
+        self.dead.retain(|dead| dead.last > self.merged);
+        if epoch + 1 < fresh {
+            self.dead.push(DeadEpochs { first: epoch + 1, last: fresh - 1 });
+        }
+        self.owner = owner;
     }
 }

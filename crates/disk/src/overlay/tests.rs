@@ -422,3 +422,49 @@ fn a_directory_with_overlays_is_not_created_again() {
     disk.change("state", |bytes| bytes.fill(0));
     assert!(matches!(OverlayDirectory::open(disk), Err(super::OverlayError::DamagedState { .. })));
 }
+
+#[test]
+fn a_failed_seal_is_final_also_for_the_next_process() {
+    let disk = CrashDisk::new(vec![0; 4096]);
+    let mut directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), 4096)).unwrap();
+    directory.seal(1, || Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
+    let is_final = |directory: &mut OverlayDirectory<CrashDisk>| {
+        assert!(matches!(directory.seal(1, || Ok(())), Err(super::OverlayError::SealFailed { .. })));
+        assert!(!directory.state().has_epoch(1));
+    };
+    is_final(&mut directory);
+    drop(directory);
+    is_final(&mut OverlayDirectory::open(disk.clone()).unwrap().unwrap());
+    // The end of the overlays removes the state.
+    OverlayDirectory::open(disk.clone()).unwrap().unwrap().destroy().unwrap();
+    let mut again = OverlayDirectory::create(disk, OverlayState::new("image".into(), 4096)).unwrap();
+    again.seal(1, || Ok(())).unwrap();
+    assert!(again.state().has_epoch(1));
+}
+
+#[test]
+fn a_restore_makes_the_epochs_after_its_own_dead() {
+    let disk = CrashDisk::new(vec![0; 4096]);
+    let mut directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), 4096)).unwrap();
+    for epoch in 2..=4 {
+        directory.create_overlay(epoch).unwrap();
+    }
+    directory.seal(3, || Ok(())).unwrap();
+    assert_eq!(directory.overlays_of(3).unwrap(), [2, 3]);
+    assert_eq!(directory.overlays_of(1).unwrap(), [0u64; 0]);
+    assert!(matches!(directory.overlays_of(4), Err(super::OverlayError::NoEpoch { .. })));
+    let fresh = directory.unused_epoch().unwrap();
+    assert_eq!(fresh, 5);
+    directory.create_overlay(fresh).unwrap();
+    directory.record(|state| state.restart_at(2, fresh, "another".into())).unwrap();
+    assert_eq!(directory.overlays_of(2).unwrap(), [2]);
+    assert!(directory.overlays_of(3).is_err());
+    // The next mark seals the fresh epoch, and what the restore has discarded stays dead.
+    directory.remove_overlay(3).unwrap();
+    directory.remove_overlay(4).unwrap();
+    directory.seal(5, || Ok(())).unwrap();
+    assert_eq!(directory.overlays_of(5).unwrap(), [2, 5]);
+    assert!(directory.overlays_of(3).is_err() && directory.overlays_of(4).is_err());
+    directory.remove_overlay(2).unwrap();
+    assert!(matches!(directory.overlays_of(5), Err(super::OverlayError::MissingEpoch { epoch: 2, .. })));
+}

@@ -12,7 +12,7 @@
 //! delay the next checkpoint.
 
 use super::series::CheckpointSeries;
-use super::{ProtectSettings, StopReason, Summary};
+use super::{DiskPolicy, ProtectSettings, StopReason, Summary};
 use crate::error::{CheckpointError, ProtectError, TrackingStartError, with_causes};
 use crate::event::{CheckpointReport, ProtectEvent};
 use crate::pause::PauseError;
@@ -26,6 +26,7 @@ use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::overlays::OverlayDisksError;
 use rekindle_vm::qemu::OFF;
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -119,7 +120,8 @@ impl<'a> ControlLoop<'a> {
             }
         };
         let output_held = self.output_is_held && ended != StopReason::QemuEnded;
-        Ok(Summary { checkpoints: self.taken, newest: self.newest, ended, output_held })
+        let overlays_left = matches!(self.settings.disks, DiskPolicy::Overlays { .. });
+        Ok(Summary { checkpoints: self.taken, newest: self.newest, ended, output_held, overlays_left })
     }
 
     /// Takes checkpoints until the protector is to stop or tracking has to start again.
@@ -137,7 +139,10 @@ impl<'a> ControlLoop<'a> {
                     LoopStep::Stop(StopReason::Counted)
                 }
                 Ok(()) => LoopStep::Wait(self.settings.every.saturating_sub(self.newest_started.elapsed())),
-                Err(e) => self.after_failure(&session.target, e)?,
+                Err(e) => {
+                    self.end_full_overlays(&mut session, &e)?;
+                    self.after_failure(&session.target, e)?
+                }
             };
             self.report_lag();
             match next_step {
@@ -175,6 +180,24 @@ impl<'a> ControlLoop<'a> {
         self.newest_started = started;
         self.note_checkpoint(report);
         Ok(())
+    }
+
+    /// Lets a guest run on whose overlays have no room. Learns from the store which overlays could be merged, if there
+    /// are too many.
+    fn end_full_overlays(&self, session: &mut TrackingSession, e: &CheckpointError) -> Result<(), ProtectError> {
+        match e {
+            CheckpointError::Overlays(OverlayDisksError::NoSpace { .. })
+            | CheckpointError::Pause(PauseError::NotRunning { .. }) => {
+                let name = session.target.name().to_owned();
+                let ended = session.end_full_overlays().map_err(|e| ProtectError::tracking(&name, e))?;
+                if ended { Err(ProtectError::OverlaysFull { name }) } else { Ok(()) }
+            }
+            CheckpointError::Overlays(OverlayDisksError::NotReady { .. }) => {
+                self.series.note_committed_overlays(session);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn note_checkpoint(&mut self, report: CheckpointReport) {
@@ -224,6 +247,13 @@ impl<'a> ControlLoop<'a> {
                 Ok(wait)
             }
             CheckpointError::DiskEpoch(e) if is_alive && !e.is_gone() => {
+                self.report_wait(with_causes(&e));
+                Ok(wait)
+            }
+            // No overlay was put on a disk.
+            CheckpointError::Overlays(
+                e @ (OverlayDisksError::NotReady { .. } | OverlayDisksError::ForeignJob { .. }),
+            ) if is_alive => {
                 self.report_wait(with_causes(&e));
                 Ok(wait)
             }

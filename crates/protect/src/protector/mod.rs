@@ -67,6 +67,9 @@ pub struct Summary {
     /// Network output is still held, and no protector releases it any more.
     #[serde(default)]
     pub output_held: bool,
+    /// The guest's disks stay on overlays, which the newest checkpoint needs.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overlays_left: bool,
 }
 
 /// Why a protector stopped.

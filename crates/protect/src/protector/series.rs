@@ -2,6 +2,7 @@
 
 use super::ProtectSettings;
 use super::ownership::{become_owner, end_guest};
+use crate::epochs;
 use crate::error::{CheckpointError, ProtectError, TrackingStartError};
 use crate::event::{CheckpointReport, Comparison};
 use crate::owned::OwnerRecord;
@@ -80,7 +81,22 @@ impl<'a> CheckpointSeries<'a> {
         let mut session = TrackingSession::attach(target.clone(), plan, initial)?;
         drop(run_state);
         session.hold_output(self.settings.output_commit)?;
+        self.note_committed_overlays(&mut session);
         Ok(session)
+    }
+
+    /// Reads from the store which overlays may be merged: those of a checkpoint that certainly counts.
+    pub(crate) fn note_committed_overlays(&self, session: &mut TrackingSession) {
+        if !session.has_overlays() {
+            return;
+        }
+        let metadata = Image::open(&self.settings.store, &self.read_options(None)).and_then(|image| image.metadata());
+        match metadata.as_ref().map(epochs::read_overlays) {
+            Ok(Ok(committed)) => session.note_committed_overlays(&committed),
+            Err(StoreError::Empty { .. }) => {}
+            Ok(Err(e)) => tracing::warn!("cannot read the disks of the newest checkpoint: {e}"),
+            Err(e) => tracing::warn!("cannot read the newest checkpoint, so its overlays are not merged yet: {e}"),
+        }
     }
 
     /// Returns how tracking starts if all of the memory is loaded.

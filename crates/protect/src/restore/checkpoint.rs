@@ -16,6 +16,7 @@ use rekindle_qemu::stream::{self, RamSection};
 use rekindle_store::types::{Block, Guest, OnlyIf, Owner, Vm};
 use rekindle_store::{Image, ReadOptions};
 use rekindle_vm::disks::Epochs;
+use rekindle_vm::overlays::OverlayEpoch;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,6 +31,8 @@ pub(crate) struct ChosenCheckpoint {
     pub(crate) recipe: Recipe,
     /// The epochs of the guest's disks.
     pub(crate) epochs: Epochs,
+    /// The disks that are on overlays.
+    pub(crate) overlays: Vec<OverlayEpoch>,
 }
 
 impl ChosenCheckpoint {
@@ -39,8 +42,10 @@ impl ChosenCheckpoint {
         let which = ReadOptions { at: request.at, identity, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
-        let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Malformed)?;
-        Ok(Self { image, recipe, epochs })
+        let metadata = image.metadata()?;
+        let epochs = epochs::read(&metadata).map_err(RecipeError::Malformed)?;
+        let overlays = epochs::read_overlays(&metadata).map_err(RecipeError::Malformed)?;
+        Ok(Self { image, recipe, epochs, overlays })
     }
 }
 
@@ -128,7 +133,7 @@ pub(super) fn claim_and_read(
     let newest = claim_store(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = ChosenCheckpoint::open(request)?;
-        if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs {
+        if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs || newer.overlays != chosen.overlays {
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
         chosen = newer;

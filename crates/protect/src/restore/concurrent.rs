@@ -25,6 +25,7 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
+use rekindle_vm::overlays::RestoredOverlays;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::slot::{IdleSlot, Plan};
 use rekindle_vm::state::Prepared;
@@ -71,7 +72,9 @@ impl<'a> EarlyLoad<'a> {
         let chosen = ChosenCheckpoint::open(request)?;
         let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
         let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
-        let planned = plan_restore(&idle_slot, name, request, &chosen).and_then(|planned| match planned {
+        // A guest that moves has no overlays on its disks.
+        let overlays = RestoredOverlays::open(&[])?;
+        let planned = plan_restore(&idle_slot, name, request, &chosen, &overlays).and_then(|planned| match planned {
             RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
             RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),
             RestorePlan { prepared: PreparedUse::NotPrepared, .. } => {
@@ -164,7 +167,7 @@ impl<'a> EarlyLoad<'a> {
                     RestoreError::NotCommitted { number: input.number }
                 })
             };
-            load::load_and_resume(handover, empty, input, Some(scope.spawn(confirm)), request, started)
+            load::load_and_resume(handover, empty, input, Some(scope.spawn(confirm)), &mut |_| Ok(()), request, started)
         });
         // The first error has caused the other one.
         restored.map_err(|e| super::undo(slot, confirm_error.into_inner().unwrap_or(e)))
@@ -249,7 +252,7 @@ impl ExpectedCheckpoint {
             true => Ok(()),
             false => Err(RestoreError::DiffersFromAnnounced { number, what: what.into() }),
         };
-        let ChosenCheckpoint { image, recipe, epochs } = ChosenCheckpoint::open(request)?;
+        let ChosenCheckpoint { image, recipe, epochs, .. } = ChosenCheckpoint::open(request)?;
         match image.info().number {
             newest if newest != number => return Err(RestoreError::Newer { name: name.into(), newest }),
             _ if recipe != self.recipe => return Err(RestoreError::Changed { name: name.into(), number }),

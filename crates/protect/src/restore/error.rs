@@ -14,6 +14,7 @@ use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::VmmError;
 use rekindle_store::StoreError;
 use rekindle_vm::error::LifeError;
+use rekindle_vm::overlays::OverlayDisksError;
 use std::io;
 use std::path::PathBuf;
 
@@ -61,6 +62,14 @@ pub enum RestoreError {
     /// The VM cannot run on this host.
     #[error(transparent)]
     Life(#[from] LifeError),
+    /// The disks of the checkpoint are missing, newer, or in use.
+    #[error(transparent)]
+    Overlays(#[from] OverlayDisksError),
+    /// A waiting QEMU opens its disks too early.
+    #[error(
+        "the disks of checkpoint {number} are on overlays, which a waiting QEMU cannot have; restore it without --prepare"
+    )]
+    PrepareOverlays { number: u64 },
     #[error(transparent)]
     Vmm(#[from] VmmError),
     #[error(transparent)]

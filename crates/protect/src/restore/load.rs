@@ -132,12 +132,14 @@ pub(crate) fn load_devices(
 pub(crate) type StoreClaim<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
 
 /// Loads the checkpoint of `request` into a VM that has no source QEMU. Resumes the guest once `claim` confirms that
-/// this host owns the store and the checkpoint is its newest. `started`: when the command started.
+/// this host owns the store and the checkpoint is its newest, and `before_resume` has recorded that it is about to run.
+/// `started`: when the command started.
 pub(super) fn load_and_resume(
     mut handover: Handover,
     empty: EmptyDestination,
     input: &Arc<LoadInput>,
     claim: Option<StoreClaim<'_>>,
+    before_resume: &mut dyn FnMut(&Vmm) -> Result<(), RestoreError>,
     request: &Request,
     started: Instant,
 ) -> Result<Restored, RestoreError> {
@@ -160,6 +162,7 @@ pub(super) fn load_and_resume(
         OutputHold::begin(&mut loaded.qmp, hardware.nets.iter().map(|net| net.id.as_str()))?;
         handover.recorder.step("hold its output");
     }
+    before_resume(&loaded.vmm)?;
     if let Some(move_claim) = &request.move_claim {
         move_claim.may_run.store(true, Ordering::SeqCst);
     }

@@ -28,15 +28,17 @@ use load::EmptyDestination;
 use prepare::{PrimedQemu, WaitingQemu};
 use rekindle_handover::{Handover, OwnRunDir};
 use rekindle_memory::ram::GuestRam;
-use rekindle_qemu::command::{Disk, Hardware};
+use rekindle_qemu::command::{Disk, DiskOverlays, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::overlays::RestoredOverlays;
 use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
@@ -157,8 +159,12 @@ fn attempt(
     let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
     let mut idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
-    let RestorePlan { plan, prepared } = match plan_restore(&idle_slot, name, request, &chosen) {
-        Ok(restore_plan) => restore_plan,
+    let planned = RestoredOverlays::open(&chosen.overlays).map_err(RestoreError::from).and_then(|overlays| {
+        let plan = plan_restore(&idle_slot, name, request, &chosen, &overlays)?;
+        Ok((plan, overlays))
+    });
+    let (RestorePlan { plan, prepared }, mut overlays) = match planned {
+        Ok(planned) => planned,
         Err(e) => {
             idle_slot.release();
             return Err(e);
@@ -182,7 +188,7 @@ fn attempt(
         idle_slot.clear()?;
     }
     let slot = idle_slot.into_slot(plan)?.at_epochs(chosen.epochs.clone());
-    match restore_in_new_qemu(&slot, chosen, request, recorder, started) {
+    match restore_in_new_qemu(&slot, chosen, &mut overlays, request, recorder, started) {
         Ok(restored) => Ok(Restored { unused_reason, ..restored }),
         Err(e) => Err(undo(slot, e)),
     }
@@ -219,6 +225,7 @@ fn plan_restore(
     name: &Name,
     request: &Request,
     chosen: &ChosenCheckpoint,
+    overlays: &RestoredOverlays,
 ) -> Result<RestorePlan, RestoreError> {
     // The options of the preparation still apply, even if its QEMU has ended.
     let prepared = idle_slot.prepared().map(|(_, prepared)| prepared).or(idle_slot.ended_prepared());
@@ -229,6 +236,7 @@ fn plan_restore(
     let definition = Definition { name: name.clone(), ..definition };
     let mut plan = idle_slot.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, is_users_definition)?;
+        put_on_overlays(hardware, overlays)?;
         reject_disks_without_epoch(hardware, &chosen.epochs)
     })?;
     let unsuitable = match idle_slot.prepared() {
@@ -239,6 +247,21 @@ fn plan_restore(
         None => idle_slot.ended_prepared().and_then(|prepared| prepared.check().err()),
     };
     Ok(RestorePlan { plan, prepared: unsuitable.map_or(PreparedUse::NotPrepared, PreparedUse::Unsuitable) })
+}
+
+/// Gives the destination's disks the overlays of the checkpoint.
+fn put_on_overlays(hardware: &mut Hardware, overlays: &RestoredOverlays) -> Result<(), Vec<String>> {
+    let wanted = overlays.for_qemu();
+    match &mut hardware.foreign {
+        Some(machine) => {
+            let unfit = |disk: &DiskOverlays| machine.check_overlay(&disk.drive).err();
+            let problems: Vec<String> = wanted.iter().filter_map(unfit).collect();
+            machine.overlays = wanted;
+            if problems.is_empty() { Ok(()) } else { Err(problems) }
+        }
+        None if wanted.is_empty() => Ok(()),
+        None => Err(vec!["its disks are on overlays, and its machine is not that of an attached QEMU".into()]),
+    }
 }
 
 /// Rejects disks that may be newer than the checkpoint. Returns one message for each.
@@ -262,6 +285,7 @@ fn reject_disks_without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<()
 fn restore_in_new_qemu(
     slot: &VmSlot<'_>,
     chosen: ChosenCheckpoint,
+    overlays: &mut RestoredOverlays,
     request: &Request,
     recorder: Recorder,
     started: Instant,
@@ -270,6 +294,7 @@ fn restore_in_new_qemu(
     let SlotResources { journal, fds } = slot.make(Kind::Restore)?;
     let mut handover = handover_into(slot, journal, recorder);
     handover.pass("restore.prepare.journalled");
+    overlays.create(&slot.binary.path)?;
     handover.recorder.step("make its place");
     let environment = OwnRunDir { rundir: &slot.rundir, hardware: &slot.state.hardware, binary: &slot.binary };
     let (input, empty) = thread::scope(|scope| {
@@ -280,7 +305,8 @@ fn restore_in_new_qemu(
         Ok::<_, RestoreError>((Arc::new(input), empty))
     })?;
     handover.recorder.step("read its devices");
-    load::load_and_resume(handover, empty, &input, None, request, started)
+    let mut before_resume = |vmm: &Vmm| Ok(overlays.note_resume(&slot.rundir, vmm)?);
+    load::load_and_resume(handover, empty, &input, None, &mut before_resume, request, started)
 }
 
 /// Returns the hand-over of a restore into `slot`. It has no source.

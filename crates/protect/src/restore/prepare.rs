@@ -69,6 +69,9 @@ pub struct PreparedQemu {
 pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
     let chosen = ChosenCheckpoint::open(request)?;
+    if !chosen.overlays.is_empty() {
+        return Err(RestoreError::PrepareOverlays { number: chosen.image.info().number });
+    }
     let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
     let replaced = idle_slot.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
@@ -338,7 +341,7 @@ pub(super) fn resume_in(
         recorder.step("claim its RAM");
         let empty = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
         let handover = handover_into(&slot, journal, recorder);
-        load::load_and_resume(handover, empty, &Arc::new(input), Some(claim), request, started)
+        load::load_and_resume(handover, empty, &Arc::new(input), Some(claim), &mut |_| Ok(()), request, started)
             .map_err(|e| super::undo(slot, e))
     })
 }

@@ -23,6 +23,7 @@ use crate::load_pages::{self, LoadPageList};
 use crate::pause::{AfterPause, Monitors, Paused};
 use crate::plan::{AttachedDevices, ProtectionPlan};
 use crate::policy::Policy;
+use crate::recipe::{self, Recipe};
 use crate::runs::block_table;
 use crate::target::Target;
 use crate::write_record::LockedWriteRecord;
@@ -36,6 +37,7 @@ use rekindle_qemu::userfaultfd;
 use rekindle_store::Writer;
 use rekindle_vm::fault;
 use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::overlays::{OverlayDisks, OverlayEpoch};
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -56,6 +58,8 @@ pub(crate) struct TrackingSession {
     /// The user's command that snapshots disks.
     disk_hook: Option<String>,
     epochs: EpochDisks,
+    /// The disks that QEMU itself serves, if they take part.
+    overlays: Option<OverlayDisks>,
     monitors: Monitors,
     memory: TrackedMemory,
     /// Buffer for the content of pages, reused by all checkpoints.
@@ -78,7 +82,7 @@ impl TrackingSession {
         plan: ProtectionPlan,
         initial: InitialTracking,
     ) -> Result<Self, CheckpointError> {
-        let ProtectionPlan { policy, disk_hook, control, returns_memory, attached } = plan;
+        let ProtectionPlan { policy, disk_hook, control, returns_memory, attached, overlays } = plan;
         let save = target.vmm().connect_for_saves(GREETING_TIMEOUT)?;
         let mut monitors = Monitors::new(target.process(), control, save, target.rundir().paused())?;
         let ram = GuestRam::of(monitors.control(), target.process())?;
@@ -105,6 +109,7 @@ impl TrackingSession {
         };
         Ok(Self {
             epochs: EpochDisks::of(&target),
+            overlays,
             target,
             policy,
             disk_hook,
@@ -200,20 +205,29 @@ impl TrackingSession {
             TakeOptions { store_is_empty: writer.next_number() == 1, end_pager: self.is_filled(), after_pause };
         self.check_before_pause()?;
         self.epochs.begin()?;
+        if let Some(overlays) = &mut self.overlays {
+            overlays.prepare(self.monitors.control())?;
+        }
         let mut checkpoint = writer.begin(&block_table(&self.memory.ram))?;
         let taken = self.take(&mut checkpoint, options, on_stopped);
-        let TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } =
+        let TakenPages { paused, disks, overlays, dirty_bytes, copied_stopped_bytes, copied_for_writes } =
             taken.inspect_err(|_| self.memory.release_writers())?;
         self.check_devices_unchanged()?;
         self.epochs.seal(&disks)?;
+        if let Some(disks) = &mut self.overlays {
+            disks.seal(&overlays)?;
+        }
         let stopped_us = paused.stopped_us();
-        let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
-        let metadata = self.metadata(&paused, dirty_bytes, &disks);
+        let definition = serde_json::to_value(self.recipe(&overlays)).unwrap_or(Value::Null);
+        let metadata = self.metadata(&paused, dirty_bytes, &disks, &overlays);
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let (committed_host_us, took) = (host_us(), started.elapsed());
         let released_us = self.release_output(paused.resumed_host_us)?;
         if after_pause == AfterPause::Resume {
             self.epochs.report_commit(&disks);
+            if let Some(disks) = &mut self.overlays {
+                disks.note_commit(self.monitors.control(), &overlays, every);
+            }
             self.load_pages.note_commit(self.monitors.control(), &self.memory.ram);
         }
         let full = self.memory.is_all_owed();
@@ -247,12 +261,51 @@ impl TrackingSession {
         })
     }
 
+    /// Returns the recipe of a checkpoint. A Rekindle that does not know overlays would restore the guest on an older
+    /// disk, so it must not be able to read the recipe.
+    fn recipe(&self, overlays: &[OverlayEpoch]) -> Recipe {
+        let mut recipe = self.target.recipe();
+        // Those of the QEMU's start are not those of the checkpoint.
+        if let Some(machine) = &mut recipe.hardware.foreign {
+            machine.overlays.clear();
+        }
+        if !overlays.is_empty() {
+            recipe.format = recipe::FORMAT;
+        }
+        recipe
+    }
+
     /// Returns the metadata that is stored with a checkpoint.
-    fn metadata(&self, paused: &Paused<()>, dirty_bytes: u64, disks: &[DiskEpoch]) -> Value {
-        json!({
+    fn metadata(&self, paused: &Paused<()>, dirty_bytes: u64, disks: &[DiskEpoch], overlays: &[OverlayEpoch]) -> Value {
+        let mut metadata = json!({
             "policy": self.policy, "stopped_us": paused.stopped_us(), "stopped_host_us": paused.stopped_host_us,
             "dirty_bytes": dirty_bytes, (load_pages::KEY): self.load_pages.runs(), (epochs::KEY): disks,
-        })
+        });
+        if !overlays.is_empty() {
+            metadata[epochs::OVERLAYS_KEY] = json!(overlays);
+        }
+        metadata
+    }
+
+    /// Notes the disks of the store's newest checkpoint, so that their overlays may be merged.
+    pub(crate) fn note_committed_overlays(&mut self, committed: &[OverlayEpoch]) {
+        if let Some(overlays) = &mut self.overlays {
+            overlays.note_committed(committed);
+        }
+    }
+
+    /// Returns whether the guest's disks are on overlays.
+    pub(crate) fn has_overlays(&self) -> bool {
+        self.overlays.is_some()
+    }
+
+    /// If the overlays have no room, merges all of them into their images, so that the guest can run on. Returns whether
+    /// that was so.
+    pub(crate) fn end_full_overlays(&mut self) -> Result<bool, CheckpointError> {
+        let Some(overlays) = self.overlays.take_if(|overlays| overlays.is_without_space()) else { return Ok(false) };
+        let _run_state = self.target.hold_run_state()?;
+        overlays.end(self.monitors.control(), self.target.rundir())?;
+        Ok(true)
     }
 
     /// Rejects a checkpoint that would block or be incomplete.

@@ -20,6 +20,7 @@ use rekindle_pages::{BlockId, PageNo, PageRun, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
+use rekindle_vm::overlays::OverlayEpoch;
 use std::process::{Command, Stdio};
 
 /// Maximum number of pre-copy passes over dirty pages before the guest is stopped.
@@ -43,6 +44,8 @@ pub(super) struct TakenPages {
     pub paused: Paused<()>,
     /// The epochs of the guest's disks.
     pub disks: Vec<DiskEpoch>,
+    /// The disks on overlays.
+    pub overlays: Vec<OverlayEpoch>,
     pub dirty_bytes: u64,
     pub copied_stopped_bytes: u64,
     pub copied_for_writes: u64,
@@ -117,7 +120,14 @@ impl TrackingSession {
         };
         let (number, mut disks) = (checkpoint.number(), Vec::new());
         let collect_options = CollectOptions { were_sent: sent_bytes.is_some(), end_pager };
-        let paused = self.monitors.pause_then(after_pause, |stopped, laps| {
+        let mut overlays = Vec::new();
+        let mark_overlays = |stopped: &mut Stopped<'_>| {
+            if let Some(disks) = &mut self.overlays {
+                overlays = disks.mark(stopped)?;
+            }
+            Ok(())
+        };
+        let paused = self.monitors.pause_then(after_pause, mark_overlays, |stopped, laps| {
             disks = self.epochs.mark()?;
             if let Some(command) = &self.disk_hook {
                 run_disk_hook(command, self.target.name(), number)?;
@@ -156,7 +166,7 @@ impl TrackingSession {
         }
         let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
         let dirty_bytes = sent_bytes.unwrap_or(0).max(dirty.bytes());
-        Ok(TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
+        Ok(TakenPages { paused, disks, overlays, dirty_bytes, copied_stopped_bytes, copied_for_writes })
     }
 
     /// Tracks the memory with `tracker` from now on, and records that the pager may end.

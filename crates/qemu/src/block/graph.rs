@@ -7,7 +7,7 @@ use super::BlockError;
 use super::jobs::{Job, is_own_job};
 use super::names::OverlayName;
 use crate::qmp::{Qmp, QmpError};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
@@ -30,7 +30,7 @@ pub struct BlockNode {
 }
 
 /// How a node caches, as QEMU's `cache.direct` and `cache.no-flush`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheMode {
     pub direct: bool,
     #[serde(rename = "no-flush")]
@@ -147,6 +147,17 @@ impl BlockGraph {
     #[must_use]
     pub fn has_node(&self, name: &str) -> bool {
         self.nodes.contains_key(name)
+    }
+
+    /// Returns the overlays of a disk that QEMU has, whether or not a device is on them.
+    pub fn overlays_of(&self, disk: u16) -> impl Iterator<Item = OverlayName> {
+        self.nodes.keys().filter_map(|name| OverlayName::from_node(name)).filter(move |overlay| overlay.disk == disk)
+    }
+
+    /// Returns whether any device is on an overlay.
+    #[must_use]
+    pub fn has_overlays(&self) -> bool {
+        self.devices.values().flatten().any(|node| OverlayName::from_node(node).is_some())
     }
 
     /// Returns the jobs that are not Rekindle's. While there is one, no mark and no merge may start.

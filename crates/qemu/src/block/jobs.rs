@@ -15,6 +15,8 @@ const CONCLUDED: &str = "concluded";
 /// Status in which a merge of the newest overlay waits for `job-complete`.
 pub(super) const READY: &str = "ready";
 const STATUS_CHANGE: &str = "JOB_STATUS_CHANGE";
+/// Interval between two queries of a job. libvirt passes no event of a job that is not its own.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Limit for QEMU to end a cancelled job: it waits for the requests that the job has started.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -70,7 +72,21 @@ impl Job {
 /// # Errors
 /// [`BlockError::JobFailed`] with QEMU's reason; [`BlockError::JobTimeout`], and the job runs on.
 pub fn finish(qmp: &mut Qmp, id: &str, timeout: Duration) -> Result<(), BlockError> {
+    finish_checked(qmp, id, timeout, |_| Ok(()))
+}
+
+/// As [`finish`]; `check` is called before a job without error is dismissed. If it fails, or this process is killed
+/// before, the job stays concluded, so that its result is checked again.
+pub(super) fn finish_checked(
+    qmp: &mut Qmp,
+    id: &str,
+    timeout: Duration,
+    check: impl FnOnce(&mut Qmp) -> Result<(), BlockError>,
+) -> Result<(), BlockError> {
     let job = wait_until(qmp, id, timeout, Job::is_concluded)?;
+    if job.error.is_none() {
+        check(qmp)?;
+    }
     dismiss(qmp, id)?;
     job.error.map_or(Ok(()), |message| Err(BlockError::JobFailed { job: id.into(), message }))
 }
@@ -99,7 +115,7 @@ fn dismiss(qmp: &mut Qmp, id: &str) -> Result<(), QmpError> {
     qmp.execute::<Value>("job-dismiss", json!({"id": id})).map(drop)
 }
 
-/// Waits by QEMU's events until `has_arrived` accepts the job.
+/// Waits until `has_arrived` accepts the job: by QEMU's events, and by queries where there are none.
 pub(super) fn wait_until(
     qmp: &mut Qmp,
     id: &str,
@@ -115,11 +131,13 @@ pub(super) fn wait_until(
         }
         let is_of_job = |data: &Value| data.get("id").and_then(Value::as_str) == Some(id);
         let left = deadline.saturating_duration_since(Instant::now());
-        match qmp.wait_event("the end of a block job", left, |event| {
+        if left.is_zero() {
+            return Err(BlockError::JobTimeout { job: id.into(), after: timeout });
+        }
+        match qmp.wait_event("the end of a block job", left.min(POLL_INTERVAL), |event| {
             (event.name == STATUS_CHANGE && is_of_job(&event.data)).then_some(())
         }) {
-            Ok(()) => {}
-            Err(QmpError::Timeout { .. }) => return Err(BlockError::JobTimeout { job: id.into(), after: timeout }),
+            Ok(()) | Err(QmpError::Timeout { .. }) => {}
             Err(e) => return Err(e.into()),
         }
     }

@@ -59,6 +59,14 @@ pub enum BlockError {
     BaseNotFlushed { base: String },
     #[error("`{device}` is on node `{actual}` after the end of its overlays, not on its base `{base}`")]
     NotOnBase { device: String, base: String, actual: String },
+    #[error(
+        "it is unknown whether `{device}` is on its overlay or on its base; keep the guest stopped and repeat this"
+    )]
+    EndUnknown {
+        device: String,
+        #[source]
+        source: Box<BlockError>,
+    },
     #[error(transparent)]
     NotStopped(#[from] NotStopped),
     #[error(transparent)]

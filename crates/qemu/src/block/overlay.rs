@@ -105,24 +105,35 @@ pub fn start_merge(qmp: &mut Qmp, chain: &OverlayChain, up_to: OverlayName, spee
     Ok(qmp.execute::<Value>("block-commit", arguments).map(drop)?)
 }
 
+/// Cancels the end of a disk's overlays that an earlier process has started, as long as it can be cancelled. After that, the
+/// graph shows for certain where the device is.
+///
+/// # Errors
+/// When QEMU does not answer, or does not end the job.
+pub fn cancel_end(qmp: &mut Qmp, disk: u16) -> Result<(), BlockError> {
+    jobs::cancel(qmp, &OverlayName { disk, epoch: 0 }.end_job()).map(drop)
+}
+
 /// Waits for the end of a merge. On success the overlays are out of the chain, and QEMU has flushed the base. The
 /// caller still syncs the file of the base, which QEMU does not with `cache=unsafe`, and then calls [`remove_unused`].
 ///
 /// # Errors
 /// [`BlockError::JobTimeout`] if it still runs; [`BlockError::JobFailed`] if the base or the overlay cannot be read or
-/// written; [`BlockError::BaseNotFlushed`]. The overlays are needed in all these cases.
+/// written; [`BlockError::BaseNotFlushed`], also if repeated. The overlays are needed in all these cases.
 pub fn finish_merge(
     qmp: &mut Qmp,
     chain: &OverlayChain,
     up_to: OverlayName,
     timeout: Duration,
 ) -> Result<(), BlockError> {
-    jobs::finish(qmp, &up_to.merge_job(), timeout)?;
-    // QEMU makes the base read-only again at the end of the job, which fails if a flush fails. It reports that nowhere.
-    if !BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
-        return Err(BlockError::BaseNotFlushed { base: chain.base.clone() });
-    }
-    Ok(())
+    jobs::finish_checked(qmp, &up_to.merge_job(), timeout, |qmp| {
+        // QEMU makes the base read-only again at the end of the job, which fails if a flush fails. It reports that
+        // nowhere.
+        match BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
+            true => Ok(()),
+            false => Err(BlockError::BaseNotFlushed { base: chain.base.clone() }),
+        }
+    })
 }
 
 /// Starts to merge all overlays, also the one that the guest writes to, and waits until QEMU has copied them while the
@@ -140,7 +151,11 @@ pub fn prepare_end(qmp: &mut Qmp, chain: &OverlayChain, timeout: Duration) -> Re
     qmp.execute::<Value>("block-commit", arguments)?;
     // A job that ends now has failed; `end` reports why.
     let ready = jobs::wait_until(qmp, &job, timeout, |job| job.status == jobs::READY || job.is_concluded());
-    ready.map(drop).inspect_err(|_| cancel_end(qmp, &job))
+    ready.map(drop).inspect_err(|_| {
+        if let Err(e) = jobs::cancel(qmp, &job) {
+            tracing::warn!(job, error = %e, "cannot cancel a block job");
+        }
+    })
 }
 
 /// Puts the device back on its base, which then has all writes, and removes the nodes of the overlays.
@@ -149,16 +164,33 @@ pub fn prepare_end(qmp: &mut Qmp, chain: &OverlayChain, timeout: Duration) -> Re
 /// that is in the base, below overlays that would hide it after a crash.
 ///
 /// # Errors
-/// If the rest cannot be copied. The device stays on its overlay.
+/// [`BlockError::EndUnknown`]: the device may be on either, so the guest must stay stopped. Any other error: the device
+/// is on its overlay.
 pub fn end(stopped: &mut Stopped<'_>, chain: &OverlayChain) -> Result<(), BlockError> {
     let (Some(qmp), Some(top)) = (stopped.qmp(), chain.overlays.last()) else { return Ok(()) };
-    complete(qmp, &top.end_job()).inspect_err(|_| cancel_end(qmp, &top.end_job()))?;
-    let now = BlockGraph::read(qmp)?.chain_of(&chain.device)?;
-    if now.top() != chain.base {
+    let completed = complete(qmp, &top.end_job());
+    // After an error, also a lost answer, QEMU may nevertheless have put the device on its base: its graph decides.
+    let now = top_after_end(qmp, chain, completed.is_err())
+        .map_err(|e| BlockError::EndUnknown { device: chain.device.clone(), source: Box::new(e) })?;
+    if now != chain.base {
         let (device, base) = (chain.device.clone(), chain.base.clone());
-        return Err(BlockError::NotOnBase { device, base, actual: now.top() });
+        return Err(completed.err().unwrap_or(BlockError::NotOnBase { device, base, actual: now }));
     }
-    chain.overlays.iter().rev().try_for_each(|overlay| remove_unused(qmp, *overlay))
+    for overlay in chain.overlays.iter().rev() {
+        // Nodes without a device do no harm, and the caller must be able to record the end.
+        if let Err(e) = remove_unused(qmp, *overlay) {
+            tracing::warn!(node = overlay.node(), error = %e, "cannot remove a block node");
+        }
+    }
+    Ok(())
+}
+
+/// Returns the node that the device is on. After a failure, first makes sure that the job cannot move it any more.
+fn top_after_end(qmp: &mut Qmp, chain: &OverlayChain, has_failed: bool) -> Result<String, BlockError> {
+    if let Some(top) = chain.overlays.last().filter(|_| has_failed) {
+        jobs::cancel(qmp, &top.end_job())?;
+    }
+    Ok(BlockGraph::read(qmp)?.chain_of(&chain.device)?.top())
 }
 
 fn complete(qmp: &mut Qmp, job: &str) -> Result<(), BlockError> {
@@ -167,12 +199,6 @@ fn complete(qmp: &mut Qmp, job: &str) -> Result<(), BlockError> {
         qmp.execute::<Value>("job-complete", json!({"id": job}))?;
     }
     jobs::finish(qmp, job, COMPLETE_TIMEOUT)
-}
-
-fn cancel_end(qmp: &mut Qmp, job: &str) {
-    if let Err(e) = jobs::cancel(qmp, job) {
-        tracing::warn!(job, error = %e, "cannot cancel a block job");
-    }
 }
 
 /// Removes the nodes of an overlay that is on no disk, if they exist.

@@ -85,10 +85,10 @@ fn with_forwards(network: String, rules: &[String]) -> String {
 /// Adds the arguments of the machine itself. A device for the VM generation ID gets the VM's current one.
 fn add_machine(list: &mut ArgumentList, machine: &ForeignMachine, generation: Option<Uuid>) {
     let mut is_device = false;
-    for argument in &machine.arguments {
-        let generation_device = generation.filter(|_| is_device).and_then(|guid| with_generation(argument, guid));
-        list.extend([generation_device.unwrap_or_else(|| argument.clone())]);
+    for argument in machine.arguments_with_overlays() {
+        let generation_device = generation.filter(|_| is_device).and_then(|guid| with_generation(&argument, guid));
         is_device = argument == "-device";
+        list.extend([generation_device.unwrap_or(argument)]);
     }
 }
 

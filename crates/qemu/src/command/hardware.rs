@@ -4,6 +4,8 @@
 //! the fields of [`Hardware`]. A machine that another program has started is described by the command line of its QEMU:
 //! [`ForeignMachine`].
 
+use crate::block::graph::CacheMode;
+use crate::block::names::OverlayName;
 use crate::cpu::Features;
 use crate::ramblock::MAIN_RAM;
 use serde::{Deserialize, Serialize};
@@ -225,6 +227,9 @@ pub struct ForeignMachine {
     /// host.
     #[serde(default)]
     pub cpu: Features,
+    /// The disks that are on overlays.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlays: Vec<DiskOverlays>,
 }
 
 /// A memory backend of a [`ForeignMachine`].
@@ -252,6 +257,26 @@ pub struct ForeignNetwork {
     /// Forwarded ports in QEMU's notation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub forwards: Vec<String>,
+}
+
+/// The overlays of one disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskOverlays {
+    /// The node of the image, which the device's `drive` names.
+    pub drive: String,
+    pub cache: CacheMode,
+    pub detect_zeroes: String,
+    /// The overlays, oldest first; the guest writes to the last. They change with each checkpoint, so they are known
+    /// only to the restore that starts the QEMU. No other QEMU can be started for this hardware.
+    #[serde(skip)]
+    pub files: Vec<OverlayFile>,
+}
+
+/// The file of an overlay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OverlayFile {
+    pub name: OverlayName,
+    pub path: PathBuf,
 }
 
 impl ForeignMachine {

@@ -9,12 +9,13 @@ mod argument_list;
 mod directory;
 mod foreign_machine;
 mod hardware;
+mod overlays;
 mod own_machine;
 
 pub use directory::Directory;
 pub use hardware::{
-    AGENT_PORTS, Boot, Disk, ForeignMachine, ForeignNetwork, Hardware, Net, NetBackend, PHASE_PORT, Ram, RamBackend,
-    Tap, disk_queues,
+    AGENT_PORTS, Boot, Disk, DiskOverlays, ForeignMachine, ForeignNetwork, Hardware, Net, NetBackend, OverlayFile,
+    PHASE_PORT, Ram, RamBackend, Tap, disk_queues,
 };
 
 use crate::options::Options;

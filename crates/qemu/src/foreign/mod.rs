@@ -20,6 +20,9 @@ pub(crate) use paths::with_absolute_paths;
 pub(crate) use rewrite::{forwards, refused_device, refused_object};
 
 use crate::adopt::{Adopted, Obstacle};
+use crate::block::BlockError;
+use crate::block::graph::BlockGraph;
+use crate::block::names::OverlayName;
 use crate::command::{ForeignMachine, RamBackend};
 use crate::cpu;
 use crate::qmp::{Qmp, QmpError};
@@ -102,10 +105,13 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
     let properties: Vec<Property> = qmp.execute("qom-list", json!({"path": "/machine/peripheral"}))?;
     let devices = properties.into_iter().filter(|property| property.kind.starts_with("child<"));
     let block_devices: Vec<Value> = qmp.execute("query-block", ())?;
-    let disk = |device: &Value| {
-        let node = device.pointer("/inserted/node-name")?.as_str()?.to_owned();
-        Some(CurrentDisk { device: device.get("qdev")?.as_str()?.to_owned(), node })
-    };
+    let mut disks = Vec::new();
+    for block_device in &block_devices {
+        let text = |pointer: &str| block_device.pointer(pointer).and_then(Value::as_str).map(str::to_owned);
+        if let (Some(node), Some(device)) = (text("/inserted/node-name"), text("/qdev")) {
+            disks.push(CurrentDisk { node: below_overlays(&device, node, qmp)?, device });
+        }
+    }
     let backends = adopted.backends.iter();
     Ok(MachineFacts {
         machine: adopted.machine.clone(),
@@ -114,9 +120,22 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
             .collect(),
         main_backend,
         devices: devices.map(|device| device.name).collect(),
-        disks: block_devices.iter().filter_map(disk).collect(),
+        disks,
         cwd: std::fs::read_link(format!("/proc/{}/cwd", adopted.pid)).unwrap_or_default(),
     })
+}
+
+/// Returns the node below Rekindle's overlays, if `node` is one: the disk that the command line gives the device.
+fn below_overlays(device: &str, node: String, qmp: &mut Qmp) -> Result<String, QmpError> {
+    if OverlayName::from_node(&node).is_none() {
+        return Ok(node);
+    }
+    match BlockGraph::read(qmp).and_then(|graph| graph.chain_of(device)) {
+        Ok(chain) => Ok(chain.base),
+        Err(BlockError::Qmp(e)) => Err(e),
+        // Another program has changed the disk: the overlay is reported as it is.
+        Err(_) => Ok(node),
+    }
 }
 
 /// Reports the backends whose RAM block has another name. The device state names RAM blocks, and a restored QEMU names

@@ -36,10 +36,12 @@ pub struct Protect {
     /// Warn when the newest checkpoint is older than this.
     #[arg(long, value_name = "TIME")]
     pub max_lag: Option<Span>,
-    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than
-    /// its memory.
+    /// How to protect a VM that writes to disks that Rekindle does not serve.
     #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
+    /// The directory for the overlays of --disk overlays [default: IMAGE.rekindle next to each image].
+    #[arg(long, value_name = "DIR", requires = "disk")]
+    pub overlay_dir: Option<PathBuf>,
     /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
     #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
     pub disk_hook: Option<String>,
@@ -64,6 +66,8 @@ pub struct Protect {
 pub enum DiskRule {
     /// After a restore they are as after a power failure, and can be newer than the guest's memory.
     CrashConsistent,
+    /// Each checkpoint includes them: QEMU puts an overlay on each disk. Only for an attached QEMU.
+    Overlays,
 }
 
 #[derive(Debug, Args)]

@@ -62,9 +62,14 @@ fn reboot_method(argument: RebootMethod) -> vmm::RebootMethod {
 }
 
 /// Returns how `protect` treats disks that Rekindle does not serve.
-fn disk_policy(hook: Option<&String>, rule: Option<DiskRule>) -> DiskPolicy {
+fn disk_policy(
+    hook: Option<&String>,
+    rule: Option<DiskRule>,
+    overlay_parent: Option<&std::path::PathBuf>,
+) -> DiskPolicy {
     match (hook, rule) {
         (Some(command), _) => DiskPolicy::Hook(command.clone()),
+        (None, Some(DiskRule::Overlays)) => DiskPolicy::Overlays { parent: overlay_parent.cloned() },
         (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
         (None, None) => DiskPolicy::Refuse,
     }

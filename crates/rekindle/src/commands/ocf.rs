@@ -47,7 +47,7 @@ fn resource(arguments: &OcfResource) -> Resource {
         policy: arguments.policy,
         keep: arguments.keep,
         max_lag: None,
-        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk),
+        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk, None),
         count: None,
         output_commit: arguments.output_commit,
         compare: false,
@@ -161,7 +161,7 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     parameters.push(("every", arguments.every.to_string()));
     parameters.push(("keep", arguments.keep.to_string()));
     parameters.extend(arguments.policy.map(|policy| ("policy", policy.to_string())));
-    parameters.extend(arguments.disk.map(|DiskRule::CrashConsistent| ("disk", "crash-consistent".to_owned())));
+    parameters.extend(arguments.disk.map(|rule| ("disk", disk_rule_name(rule).to_owned())));
     parameters.extend(arguments.disk_hook.clone().map(|command| ("disk_hook", command)));
     parameters.extend(arguments.output_commit.then(|| ("output_commit", "true".to_owned())));
     let utilization = Utilization::of(&definition);
@@ -170,4 +170,11 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
         configuration_commands(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters),
     )?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn disk_rule_name(rule: DiskRule) -> &'static str {
+    match rule {
+        DiskRule::CrashConsistent => "crash-consistent",
+        DiskRule::Overlays => "overlays",
+    }
 }

@@ -20,7 +20,7 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         policy: arguments.policy,
         keep: arguments.keep,
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
-        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk),
+        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk, arguments.overlay_dir.as_ref()),
         count: arguments.count,
         output_commit: arguments.output_commit,
         compare: arguments.compare,
@@ -40,6 +40,9 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let summary = run(&host, &name, &settings, &interrupted, &mut report)?;
     let why = match summary.ended {
         StopReason::Requested => "interrupted; its memory is still tracked, for the next `rekindle protect`",
+        StopReason::Counted if summary.overlays_left => {
+            "done; its disks stay on their overlays, which the checkpoints need, until `rekindle detach`"
+        }
         StopReason::Counted => "done; nothing of Rekindle is left in QEMU",
         StopReason::Stays => "the guest is stopped at the last one",
         StopReason::QemuEnded => "its QEMU has ended",

@@ -21,14 +21,14 @@ use std::thread;
 use std::time::Duration;
 
 /// A guest in a QEMU that Rekindle has not started.
-struct ForeignGuest<'a> {
+pub(super) struct ForeignGuest<'a> {
     /// The guest as Rekindle's VM after `rekindle attach`.
-    guest: Guest<'a>,
-    qemu: ForeignQemu,
+    pub guest: Guest<'a>,
+    pub qemu: ForeignQemu,
 }
 
 impl<'a> ForeignGuest<'a> {
-    fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str]) -> Self {
+    pub(super) fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str]) -> Self {
         Self::boot_with(lab, name, QemuOptions::new(binary).arguments(arguments))
     }
 
@@ -51,13 +51,13 @@ impl<'a> ForeignGuest<'a> {
     }
 }
 
-fn attach(lab: &Lab, foreign: &ForeignGuest<'_>) {
+pub(super) fn attach(lab: &Lab, foreign: &ForeignGuest<'_>) {
     let attached = lab.rekindle(["--json", "attach", &foreign.guest.name, "--qmp", &foreign.socket()]).ok();
     assert_eq!(attached.json()["vmm"]["pid"], foreign.qemu.process.pid);
 }
 
 /// Runs `rekindle protect`, which has to end successfully, and returns its checkpoint events.
-fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value> {
+pub(super) fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value> {
     let common = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--create-store", "--every", "100ms"];
     let protected = lab.rekindle(common.iter().chain(arguments)).ok();
     let events = protected.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

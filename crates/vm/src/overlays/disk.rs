@@ -1,0 +1,375 @@
+//! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
+
+use super::record::{RecordedDisk, has_open};
+use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, overlay_name, owner_of};
+use rekindle_disk::keeper::EpochId;
+use rekindle_disk::overlay::OverlayError;
+use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, OverlayStep};
+use rekindle_disk::overlay::state::OverlayState;
+use rekindle_disk::redo::files::LocalFiles;
+use rekindle_qemu::block::BlockError;
+use rekindle_qemu::block::graph::{BlockGraph, CacheMode, OverlayChain};
+use rekindle_qemu::block::overlay::{self, Mark};
+use rekindle_qemu::block::{jobs, names::OverlayName};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::Vmm;
+use rustix::fs::statvfs;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::Path;
+use std::time::Duration;
+
+/// How long a merge may delay a checkpoint before it is cancelled. It is repeated after that checkpoint.
+const MERGE_GRACE: Duration = Duration::from_secs(1);
+/// How long a checkpoint waits for a merge without which the disk would have too many overlays.
+const LATE_MERGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long QEMU may take to merge all overlays while the guest runs.
+const END_TIMEOUT: Duration = Duration::from_secs(600);
+/// Lowest rate of a merge, in bytes per second: with less, a busy guest has ever more overlays.
+const MIN_MERGE_SPEED: u64 = 64 << 20;
+/// The directory of overlays can be entered by QEMU's user, and read by ours only.
+const DIRECTORY_MODE: u32 = 0o711;
+/// Limit for the steps between two checkpoints, of which there are about eight.
+const MAX_STEPS: usize = 64;
+
+/// The node that the guest writes to, and what is recorded of the image's node.
+#[derive(Debug)]
+struct Prepared {
+    chain: OverlayChain,
+    format: String,
+    cache: CacheMode,
+    detect_zeroes: String,
+    bytes: u64,
+    /// The overlay for the next mark, which is durable.
+    epoch: u64,
+}
+
+/// A disk with overlays.
+#[derive(Debug)]
+pub(super) struct OverlayDisk {
+    recorded: RecordedDisk,
+    directory: OverlayDirectory<LocalFiles>,
+    vmm: Vmm,
+    /// The newest epoch whose checkpoint certainly counts.
+    committed: u64,
+    /// An overlay that this process has made durable; one of another process may not be.
+    created: Option<u64>,
+    prepared: Option<Prepared>,
+    /// The chain to end.
+    ending: Option<OverlayChain>,
+}
+
+impl OverlayDisk {
+    /// Makes the directory of a disk that has no overlays.
+    pub fn begin(recorded: RecordedDisk, vmm: &Vmm) -> Result<Self, OverlayDisksError> {
+        let owner = owner_of(vmm)?;
+        let image = recorded.image.to_string_lossy().into_owned();
+        let state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
+        let directory = match OverlayDirectory::open(files_of(&recorded))? {
+            None => OverlayDirectory::create(files_of(&recorded), state)?,
+            Some(_) => return Err(other_qemu(&recorded)),
+        };
+        let path = &recorded.directory;
+        fs::set_permissions(path, Permissions::from_mode(DIRECTORY_MODE)).map_err(OverlayDisksError::io(path))?;
+        Ok(Self { recorded, directory, vmm: vmm.clone(), committed: 0, created: None, prepared: None, ending: None })
+    }
+
+    /// Takes over the overlays of a disk; `None` if the device is on its image, which then has all writes.
+    pub fn adopt(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
+        // It may be about to put the device on its image.
+        overlay::cancel_end(qmp, recorded.number)?;
+        let directory = OverlayDirectory::open(files_of(&recorded))?;
+        let Some(directory) = directory else {
+            let chain = BlockGraph::read(qmp)?.chain_of(&recorded.device)?;
+            return if chain.overlays.is_empty() { Ok(None) } else { Err(OverlayDisksError::Unrecorded) };
+        };
+        if directory.state().owner != owner_of(vmm)? {
+            return Err(other_qemu(&recorded));
+        }
+        let mut disk =
+            Self { recorded, directory, vmm: vmm.clone(), committed: 0, created: None, prepared: None, ending: None };
+        disk.remove_prepared_nodes(qmp)?;
+        if disk.found(qmp)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
+            return Ok(Some(disk));
+        }
+        // An end, or the preparation of the first mark, was interrupted in this QEMU.
+        disk.finish_end(qmp)?;
+        Ok(None)
+    }
+
+    pub fn number(&self) -> u16 {
+        self.recorded.number
+    }
+
+    pub fn device(&self) -> &str {
+        &self.recorded.device
+    }
+
+    /// Removes the nodes of overlays that are on no disk. An earlier process may have made them, and not durable.
+    fn remove_prepared_nodes(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        self.created = None;
+        let graph = BlockGraph::read(qmp)?;
+        let chain = self.checked_chain(&graph)?;
+        let newest = chain.overlays.last().map_or(self.directory.state().merged, |newest| newest.epoch);
+        let unused: Vec<OverlayName> = graph.overlays_of(self.number()).filter(|name| name.epoch > newest).collect();
+        unused.into_iter().try_for_each(|name| Ok(overlay::remove_unused(qmp, name)?))
+    }
+
+    /// Returns the nodes of the device after a check that only ours are on the recorded image.
+    fn checked_chain(&self, graph: &BlockGraph) -> Result<OverlayChain, OverlayDisksError> {
+        let chain = graph.chain_of(self.device())?;
+        let changed = |actual: &str| OverlayDisksError::Changed {
+            device: self.device().into(),
+            expected: self.recorded.drive.clone(),
+            actual: actual.into(),
+        };
+        let image = &graph.node(&chain.base)?.file;
+        if chain.base != self.recorded.drive || *image != self.directory.state().image {
+            return Err(changed(&chain.base));
+        }
+        match chain.overlays.iter().find(|overlay| overlay.disk != self.number()) {
+            Some(other) => Err(changed(&other.node())),
+            None => Ok(chain),
+        }
+    }
+
+    fn found(&self, qmp: &mut Qmp) -> Result<FoundOverlays, OverlayDisksError> {
+        let chain = self.checked_chain(&BlockGraph::read(qmp)?)?;
+        Ok(FoundOverlays {
+            chain: chain.overlays.iter().map(|overlay| overlay.epoch).collect(),
+            prepared: self.created,
+            merging: overlay::unfinished_merge(qmp, self.number())?.map(|up_to| up_to.epoch),
+            files: self.directory.epochs()?,
+        })
+    }
+
+    fn chain_now(&self, qmp: &mut Qmp) -> Result<OverlayChain, OverlayDisksError> {
+        self.checked_chain(&BlockGraph::read(qmp)?)
+    }
+
+    pub fn note_committed(&mut self, committed: &[OverlayEpoch]) {
+        if let Some(epoch) = self.of_this_disk(committed) {
+            self.committed = self.committed.max(epoch.id.epoch);
+        }
+    }
+
+    fn of_this_disk<'e>(&self, epochs: &'e [OverlayEpoch]) -> Option<&'e OverlayEpoch> {
+        epochs.iter().find(|epoch| epoch.id.disk == self.directory.state().disk)
+    }
+
+    /// Fails if the file system of the overlays is nearly full.
+    pub fn check_space(&self) -> Result<(), OverlayDisksError> {
+        let path = self.directory.path();
+        let free = statvfs(path).map_err(|e| OverlayDisksError::io(path)(e.into()))?;
+        match free.f_bavail.saturating_mul(free.f_frsize) {
+            bytes if bytes < MIN_FREE_BYTES => Err(OverlayDisksError::NoSpace { directory: path.to_owned() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes all steps that must precede a mark. A merge that is due waits until after it, unless the disk has too many
+    /// overlays.
+    pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        self.prepared = None;
+        for _ in 0..MAX_STEPS {
+            let found = self.found(qmp)?;
+            let is_full = found.chain.len() >= MAX_OVERLAYS;
+            match found.next_step(self.directory.state(), self.committed) {
+                OverlayStep::AwaitMerge { up_to } if is_full => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT)?,
+                OverlayStep::AwaitMerge { up_to } => self.finish_or_cancel_merge(qmp, up_to)?,
+                OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if !is_full => {
+                    self.create_next(qmp, &found)?;
+                    break;
+                }
+                OverlayStep::Done => break,
+                step => self.take_step(qmp, step, 0)?,
+            }
+        }
+        self.check_space()?;
+        let found = self.found(qmp)?;
+        let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
+        let epoch = found.check_mark(self.directory.state()).map_err(not_ready)?;
+        let graph = BlockGraph::read(qmp)?;
+        let chain = self.checked_chain(&graph)?;
+        let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
+        let (format, cache, detect_zeroes, bytes) =
+            (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
+        self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch });
+        Ok(())
+    }
+
+    /// Takes all steps until a merge runs. The next overlay is made, too.
+    pub fn advance(&mut self, qmp: &mut Qmp, interval: Duration) -> Result<(), OverlayDisksError> {
+        for _ in 0..MAX_STEPS {
+            let found = self.found(qmp)?;
+            match found.next_step(self.directory.state(), self.committed) {
+                OverlayStep::AwaitMerge { .. } => return self.create_next(qmp, &found),
+                OverlayStep::Done => break,
+                OverlayStep::Merge { up_to } => {
+                    let speed = self.merge_speed(&found, up_to, interval);
+                    self.take_step(qmp, OverlayStep::Merge { up_to }, speed)?;
+                }
+                step => self.take_step(qmp, step, 0)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the rate at which a merge ends before the next checkpoint.
+    fn merge_speed(&self, found: &FoundOverlays, up_to: u64, interval: Duration) -> u64 {
+        let stored_bytes =
+            |epoch: &u64| fs::metadata(self.directory.path_of(*epoch)).map_or(0, |file| file.blocks() * 512);
+        let bytes: u64 = found.chain.iter().filter(|epoch| **epoch <= up_to).map(stored_bytes).sum();
+        let usable_ms = (interval.as_millis() as u64 * 7 / 10).max(1);
+        (bytes.saturating_mul(1000) / usable_ms).max(MIN_MERGE_SPEED)
+    }
+
+    fn take_step(&mut self, qmp: &mut Qmp, step: OverlayStep, speed: u64) -> Result<(), OverlayDisksError> {
+        match step {
+            OverlayStep::AwaitMerge { up_to } => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT),
+            OverlayStep::RecordMerged { up_to } => {
+                // A merge makes the image read-only again, unless a flush of it has failed.
+                let chain = self.chain_now(qmp)?;
+                if !BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
+                    return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
+                }
+                self.sync_image()?;
+                Ok(self.directory.record(|state| state.merged = state.merged.max(up_to))?)
+            }
+            OverlayStep::Delete { epoch } => {
+                overlay::remove_unused(qmp, overlay_name(self.number(), epoch))?;
+                Ok(self.directory.remove_overlay(epoch)?)
+            }
+            OverlayStep::RaiseFloor { to } => Ok(self.directory.record(|state| state.floor = state.floor.max(to))?),
+            OverlayStep::Merge { up_to } => {
+                let chain = self.chain_now(qmp)?;
+                Ok(overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?)
+            }
+            OverlayStep::Create { epoch } => self.create(qmp, epoch),
+            // `adopt` has resolved what an earlier process has left, so another program has changed the disk.
+            OverlayStep::Resolve => Err(other_qemu(&self.recorded)),
+            OverlayStep::Done => Ok(()),
+        }
+    }
+
+    fn create_next(&mut self, qmp: &mut Qmp, found: &FoundOverlays) -> Result<(), OverlayDisksError> {
+        let epoch = found.next_epoch(self.directory.state());
+        if self.created == Some(epoch) { Ok(()) } else { self.create(qmp, epoch) }
+    }
+
+    fn create(&mut self, qmp: &mut Qmp, epoch: u64) -> Result<(), OverlayDisksError> {
+        self.check_space()?;
+        let name = overlay_name(self.number(), epoch);
+        let chain = self.chain_now(qmp)?;
+        overlay::remove_unused(qmp, name)?;
+        let path = self.directory.create_overlay(epoch)?;
+        give_to_user_of(&self.vmm, &path)?;
+        overlay::create(qmp, &chain, name, &path)?;
+        if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
+            overlay::remove_unused(qmp, name)?;
+            let why = format!("QEMU does not see {} there", path.display());
+            return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
+        }
+        self.directory.make_durable(epoch)?;
+        self.created = Some(epoch);
+        Ok(())
+    }
+
+    fn finish_merge(&self, qmp: &mut Qmp, up_to: u64, timeout: Duration) -> Result<(), OverlayDisksError> {
+        let chain = self.chain_now(qmp)?;
+        Ok(overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?)
+    }
+
+    /// Waits a moment for a merge, then cancels it.
+    fn finish_or_cancel_merge(&self, qmp: &mut Qmp, up_to: u64) -> Result<(), OverlayDisksError> {
+        match self.finish_merge(qmp, up_to, MERGE_GRACE) {
+            Err(OverlayDisksError::Block(BlockError::JobTimeout { job, .. })) => Ok(jobs::cancel(qmp, &job).map(drop)?),
+            // The overlays are still on the disk, and the merge is repeated after the next checkpoint.
+            Err(OverlayDisksError::Block(e @ BlockError::JobFailed { .. })) => {
+                tracing::warn!(device = self.device(), error = %e, "overlays could not be merged");
+                Ok(())
+            }
+            finished => finished,
+        }
+    }
+
+    fn sync_image(&self) -> Result<(), OverlayDisksError> {
+        let image = &self.recorded.image;
+        File::open(image).and_then(|file| file.sync_data()).map_err(OverlayDisksError::io(image))
+    }
+
+    /// Returns the next mark, after [`OverlayDisk::prepare`].
+    pub fn next_mark(&self) -> Option<Mark<'_>> {
+        let Prepared { chain, epoch, .. } = self.prepared.as_ref()?;
+        Some(Mark { chain, overlay: overlay_name(self.number(), *epoch) })
+    }
+
+    /// Notes that the prepared overlay is on the disk. Returns the epoch that it has ended.
+    pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
+        let Prepared { format, cache, detect_zeroes, bytes, epoch, .. } = self.prepared.take()?;
+        self.created = None;
+        let RecordedDisk { device, drive, number, image, directory, .. } = self.recorded.clone();
+        let id = EpochId { disk: self.directory.state().disk, epoch: epoch - 1 };
+        Some(OverlayEpoch { device, drive, number, image, format, directory, bytes, cache, detect_zeroes, id })
+    }
+
+    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        let Some(epoch) = self.of_this_disk(marked).map(|epoch| epoch.id.epoch) else { return Ok(()) };
+        let image = self.recorded.image.clone();
+        Ok(self.directory.seal(epoch, || File::open(&image)?.sync_data())?)
+    }
+
+    /// Copies all overlays into the image while the guest runs.
+    pub fn prepare_end(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        if let Some(up_to) = overlay::unfinished_merge(qmp, self.number())? {
+            jobs::cancel(qmp, &up_to.merge_job())?;
+        }
+        self.remove_prepared_nodes(qmp)?;
+        self.directory.close()?;
+        let chain = self.chain_now(qmp)?;
+        overlay::prepare_end(qmp, &chain, END_TIMEOUT)?;
+        self.ending = Some(chain);
+        Ok(())
+    }
+
+    /// Returns the chain that [`OverlayDisk::prepare_end`] has found.
+    pub fn chain(&self) -> Option<&OverlayChain> {
+        self.ending.as_ref()
+    }
+
+    /// Removes the directory of a disk whose device is on its image. The guest is stopped, or has not run since.
+    pub fn finish_end(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        let graph = BlockGraph::read(qmp)?;
+        let chain = self.checked_chain(&graph)?;
+        if let Some(top) = chain.overlays.last() {
+            let (expected, actual) = (chain.base.clone(), top.node());
+            return Err(OverlayDisksError::Changed { device: self.device().into(), expected, actual });
+        }
+        let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
+        nodes.into_iter().try_for_each(|name| overlay::remove_unused(qmp, name))?;
+        self.sync_image()?;
+        match self.directory.destroy() {
+            // Another program's file stays, in a directory without a state.
+            Err(e @ OverlayError::Occupied { .. }) => tracing::warn!("{e}"),
+            destroyed => destroyed?,
+        }
+        Ok(())
+    }
+}
+
+fn files_of(recorded: &RecordedDisk) -> LocalFiles {
+    LocalFiles::new(&recorded.directory, false)
+}
+
+fn other_qemu(recorded: &RecordedDisk) -> OverlayDisksError {
+    let RecordedDisk { device, directory, image, .. } = recorded.clone();
+    OverlayDisksError::OtherQemu { device, directory, image }
+}
+
+/// Gives a file to the user that QEMU runs as.
+pub(super) fn give_to_user_of(vmm: &Vmm, path: &Path) -> Result<(), OverlayDisksError> {
+    let process = Path::new("/proc").join(vmm.pid.to_string());
+    let owner = fs::metadata(&process).map_err(OverlayDisksError::io(&process))?;
+    chown(path, Some(owner.uid()), Some(owner.gid())).map_err(OverlayDisksError::io(path))
+}

@@ -1,0 +1,288 @@
+//! The disks of a VM that its QEMU itself serves, at the moments of its checkpoints.
+//!
+//! At each checkpoint QEMU puts a new *overlay* on each disk, a qcow2 file that receives all further writes, so the
+//! disk below keeps the content of that moment. The time between two checkpoints is an *epoch*, and the overlays are
+//! numbered by it. Once a checkpoint is committed, QEMU merges the overlays that belong to it into the image. This
+//! module drives `rekindle_disk::overlay`, which decides and records, and `rekindle_qemu::block`, which asks QEMU:
+//!
+//! ```text
+//! prepare ──> mark ──> seal ──> (the store's commit) ──> note_commit ──> (merge, in the background) ──> prepare ...
+//! (runs)    (stopped)  (runs)                              (runs)
+//! ```
+//!
+//! A process may be killed at any point. The next one calls [`OverlayDisks::adopt`] before it resumes the guest.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `record` | which disk has its overlays where: a file in the run directory |
+//! | `disk` | the steps of one disk |
+//! | `restore` | the disks of a checkpoint |
+
+#![allow(missing_docs, reason = "comments only where a name is not enough")]
+
+mod disk;
+mod record;
+mod restore;
+
+pub use restore::RestoredOverlays;
+
+use crate::rundir::{RunDir, ignore_missing};
+use disk::OverlayDisk;
+use record::{OverlayRecord, owner_of};
+use rekindle_disk::keeper::EpochId;
+use rekindle_disk::overlay::OverlayError;
+use rekindle_disk::overlay::plan::MarkObstacle;
+use rekindle_qemu::block::BlockError;
+use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
+use rekindle_qemu::block::names::OverlayName;
+use rekindle_qemu::block::overlay::{self, Mark};
+use rekindle_qemu::command::ForeignMachine;
+use rekindle_qemu::guest;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::stopped::Stopped;
+use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use uuid::Uuid;
+
+/// Space that must be free for overlays at each checkpoint. A guest that fills it before the next one is stopped by
+/// QEMU until there is room.
+pub const MIN_FREE_BYTES: u64 = 128 << 20;
+
+/// Why the disks cannot take part in a checkpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum OverlayDisksError {
+    #[error(transparent)]
+    Block(#[from] BlockError),
+    #[error(transparent)]
+    Directory(#[from] OverlayError),
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    #[error("{}", path.display())]
+    Io {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{device}: no overlay can be put on its disk: {why}")]
+    Unsuitable { device: String, why: String },
+    #[error(
+        "overlays {}: they belong to another QEMU, and {device} was given {} alone, which is an older disk; end this \
+         QEMU, and restore the guest, or copy its newest disk from the newest overlay (docs/protect-attached.md)",
+        directory.display(), image.display()
+    )]
+    OtherQemu { device: String, directory: PathBuf, image: PathBuf },
+    #[error("{device} is on node {actual} and not above {expected}: another program has changed the disk")]
+    Changed { device: String, expected: String, actual: String },
+    #[error("QEMU has overlays of Rekindle, but the VM's run directory does not record where their files are")]
+    Unrecorded,
+    #[error("block job {id} of another program uses QEMU's disks; no checkpoint is taken until it has ended")]
+    ForeignJob { id: String },
+    #[error("{device}: {obstacle}")]
+    NotReady {
+        device: String,
+        #[source]
+        obstacle: MarkObstacle,
+    },
+    #[error(
+        "overlays {}: less than {} MiB are free on their file system, and a guest whose overlay is full is stopped",
+        directory.display(), MIN_FREE_BYTES >> 20
+    )]
+    NoSpace { directory: PathBuf },
+    #[error("QEMU process {pid} still runs the guest on the overlays {}", directory.display())]
+    InUse { pid: u32, directory: PathBuf },
+    #[error("cannot make an overlay: qemu-img {why}")]
+    Create { why: String },
+}
+
+impl OverlayDisksError {
+    pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { path, source }
+    }
+}
+
+/// The disk of a device at a checkpoint: what a restore must open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverlayEpoch {
+    /// QEMU's path of the device.
+    pub device: String,
+    /// The name of the image's node, which the device's `drive` names.
+    pub drive: String,
+    /// The number of the disk in the names of its nodes.
+    pub number: u16,
+    pub image: PathBuf,
+    /// QEMU's format driver of the image.
+    pub format: String,
+    pub directory: PathBuf,
+    /// Length of the disk.
+    pub bytes: u64,
+    pub cache: CacheMode,
+    pub detect_zeroes: String,
+    #[serde(flatten)]
+    pub id: EpochId,
+}
+
+/// The disks of a running VM that take part in checkpoints by overlays.
+#[derive(Debug)]
+pub struct OverlayDisks {
+    disks: Vec<OverlayDisk>,
+}
+
+impl OverlayDisks {
+    /// Takes over the overlays that an earlier process has put on the disks of `vmm`; `None` if there are none. Completes
+    /// an end that was interrupted, so it must precede the resume of a guest that such a process has stopped.
+    ///
+    /// # Errors
+    /// [`OverlayDisksError::OtherQemu`] if the disks are older than the overlays.
+    pub fn adopt(qmp: &mut Qmp, rundir: &RunDir, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
+        let Some(record) = OverlayRecord::read(rundir)? else {
+            return if BlockGraph::read(qmp)?.has_overlays() { Err(OverlayDisksError::Unrecorded) } else { Ok(None) };
+        };
+        let mut disks = Vec::new();
+        for recorded in record.disks {
+            disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
+        }
+        Ok((!disks.is_empty()).then_some(Self { disks }))
+    }
+
+    /// As [`OverlayDisks::adopt`], and begins overlays for all writable disks that have none. Directories are made next
+    /// to the images, or in `parent`.
+    ///
+    /// # Errors
+    /// [`OverlayDisksError::Unsuitable`] names the first disk that cannot have overlays.
+    pub fn begin(
+        qmp: &mut Qmp,
+        rundir: &RunDir,
+        vmm: &Vmm,
+        machine: &ForeignMachine,
+        vm: Uuid,
+        parent: Option<&Path>,
+    ) -> Result<Self, OverlayDisksError> {
+        let adopted = Self::adopt(qmp, rundir, vmm)?;
+        let record = match (&adopted, OverlayRecord::read(rundir)?) {
+            (Some(_), Some(record)) => record,
+            _ => {
+                let record = OverlayRecord::plan(qmp, vmm, machine, vm, parent)?;
+                record.write(rundir)?;
+                record
+            }
+        };
+        let mut disks = adopted.map(|adopted| adopted.disks).unwrap_or_default();
+        for recorded in record.disks {
+            if !disks.iter().any(|disk| disk.number() == recorded.number) {
+                disks.push(OverlayDisk::begin(recorded, vmm)?);
+            }
+        }
+        Ok(Self { disks })
+    }
+
+    /// Notes the disks of the newest checkpoint in the store, whose overlays may be merged.
+    pub fn note_committed(&mut self, committed: &[OverlayEpoch]) {
+        for disk in &mut self.disks {
+            disk.note_committed(committed);
+        }
+    }
+
+    /// Takes the steps after which [`OverlayDisks::mark`] can put the next overlay on all disks. Waits for a merge,
+    /// or cancels it, because QEMU rejects a mark meanwhile.
+    ///
+    /// # Errors
+    /// Nothing is marked then; a later attempt may succeed. [`OverlayDisksError::NoSpace`]: [`OverlayDisks::end`] lets
+    /// the guest continue without overlays.
+    pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        self.disks.iter_mut().try_for_each(|disk| disk.prepare(qmp))?;
+        match BlockGraph::read(qmp)?.foreign_jobs().next() {
+            Some(job) => Err(OverlayDisksError::ForeignJob { id: job.id.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the current epoch of all disks, or of none.
+    ///
+    /// # Errors
+    /// If QEMU rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
+    pub fn mark(&mut self, stopped: &mut Stopped<'_>) -> Result<Vec<OverlayEpoch>, OverlayDisksError> {
+        let marks: Option<Vec<Mark<'_>>> = self.disks.iter().map(OverlayDisk::next_mark).collect();
+        let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
+        let marks = marks.ok_or_else(not_ready)?;
+        if !marks.is_empty() {
+            overlay::mark(stopped, &marks)?;
+        }
+        Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
+    }
+
+    /// Makes the marked disks durable. Must precede the store's commit.
+    ///
+    /// # Errors
+    /// If a sync fails; then no later one succeeds, either.
+    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        self.disks.iter_mut().try_for_each(|disk| disk.seal(marked))
+    }
+
+    /// Notes the commit of the checkpoint with these disks, and starts to merge their overlays so that the merge ends
+    /// within `interval`. A failure only delays the merge.
+    pub fn note_commit(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch], interval: Duration) {
+        self.note_committed(marked);
+        for disk in &mut self.disks {
+            if let Err(e) = disk.advance(qmp, interval) {
+                tracing::warn!(device = disk.device(), error = %e, "overlays are not merged yet");
+            }
+        }
+    }
+
+    /// Returns whether there is too little room for overlays.
+    #[must_use]
+    pub fn is_without_space(&self) -> bool {
+        self.disks.iter().any(|disk| disk.check_space().is_err())
+    }
+
+    /// Merges all overlays into their images and removes them: the devices are on their images as before. The guest runs
+    /// meanwhile, except for the last part. No checkpoint has its disks after this. The caller holds the VM's run state.
+    ///
+    /// # Errors
+    /// [`BlockError::EndUnknown`] or [`OverlayDisksError::Directory`]: the guest stays stopped until this is repeated by
+    /// [`OverlayDisks::adopt`]. Otherwise it runs on, and the disks that were not ended stay on their overlays.
+    pub fn end(mut self, qmp: &mut Qmp, rundir: &RunDir) -> Result<(), OverlayDisksError> {
+        self.disks.iter_mut().try_for_each(|disk| disk.prepare_end(qmp))?;
+        let state = guest::run_state(qmp)?;
+        let mark = rundir.paused();
+        if state == "running" {
+            fs::write(&mark, []).map_err(OverlayDisksError::io(&mark))?;
+            guest::stop(qmp)?;
+        }
+        let ended = self.end_stopped(qmp);
+        let must_stay_stopped = matches!(
+            ended,
+            Err(OverlayDisksError::Block(BlockError::EndUnknown { .. })
+                | OverlayDisksError::Directory(_)
+                | OverlayDisksError::Io { .. })
+        );
+        // QEMU has stopped a guest whose overlay was full.
+        if !must_stay_stopped && (state == "running" || (state == "io-error" && ended.is_ok())) {
+            guest::resume(qmp)?;
+            ignore_missing(fs::remove_file(&mark)).map_err(OverlayDisksError::io(&mark))?;
+        }
+        ended?;
+        OverlayRecord::remove(rundir)
+    }
+
+    fn end_stopped(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        for disk in self.disks {
+            let mut stopped = Stopped::check(qmp).map_err(BlockError::from)?;
+            if let Some(chain) = disk.chain() {
+                overlay::end(&mut stopped, chain)?;
+            }
+            disk.finish_end(qmp)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the overlay of disk `number` for `epoch`.
+fn overlay_name(number: u16, epoch: u64) -> OverlayName {
+    OverlayName { disk: number, epoch }
+}

@@ -1,0 +1,150 @@
+//! Which disk of a VM has its overlays where: `overlays.json` in the run directory, written before the first overlay.
+
+use super::OverlayDisksError;
+use crate::rundir::{RunDir, ignore_missing, write_json};
+use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
+use rekindle_qemu::command::ForeignMachine;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use uuid::Uuid;
+
+/// Formats on which overlays are tested.
+const FORMATS: [&str; 2] = ["raw", "qcow2"];
+
+/// The content of `overlays.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct OverlayRecord {
+    pub disks: Vec<RecordedDisk>,
+}
+
+/// A disk with overlays.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RecordedDisk {
+    /// QEMU's path of the device.
+    pub device: String,
+    /// The name of the image's node.
+    pub drive: String,
+    /// The number of the disk in the names of its nodes.
+    pub number: u16,
+    pub image: PathBuf,
+    /// Directory of the overlays.
+    pub directory: PathBuf,
+    /// Length of the disk.
+    pub bytes: u64,
+}
+
+/// Names a QEMU process: the overlays are for this process only.
+pub(super) fn owner_of(vmm: &Vmm) -> Result<String, OverlayDisksError> {
+    Ok(format!("{} {} {}", boot_id()?, vmm.pid, vmm.started))
+}
+
+/// Returns the id of this boot of the host.
+pub(super) fn boot_id() -> Result<String, OverlayDisksError> {
+    let path = Path::new("/proc/sys/kernel/random/boot_id");
+    Ok(fs::read_to_string(path).map_err(OverlayDisksError::io(path))?.trim().to_owned())
+}
+
+fn path(rundir: &RunDir) -> PathBuf {
+    rundir.file("overlays.json")
+}
+
+impl OverlayRecord {
+    pub fn read(rundir: &RunDir) -> Result<Option<Self>, OverlayDisksError> {
+        let path = path(rundir);
+        match fs::read(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            text => {
+                text.and_then(|text| Ok(serde_json::from_slice(&text).map(Some)?)).map_err(OverlayDisksError::io(&path))
+            }
+        }
+    }
+
+    pub fn write(&self, rundir: &RunDir) -> Result<(), OverlayDisksError> {
+        write_json(&path(rundir), self).map_err(OverlayDisksError::io(&path(rundir)))
+    }
+
+    pub fn remove(rundir: &RunDir) -> Result<(), OverlayDisksError> {
+        ignore_missing(fs::remove_file(path(rundir))).map_err(OverlayDisksError::io(&path(rundir)))
+    }
+
+    /// Lists all writable disks of a QEMU. Nothing is made.
+    pub fn plan(
+        qmp: &mut Qmp,
+        vmm: &Vmm,
+        machine: &ForeignMachine,
+        vm: Uuid,
+        parent: Option<&Path>,
+    ) -> Result<Self, OverlayDisksError> {
+        let graph = BlockGraph::read(qmp)?;
+        let mut disks = Vec::new();
+        for device in graph.devices() {
+            let chain = graph.chain_of(device)?;
+            if !chain.overlays.is_empty() {
+                return Err(OverlayDisksError::Unrecorded);
+            }
+            let node = graph.node(&chain.base)?;
+            if !node.read_only {
+                let number = disks.len() as u16;
+                let unsuitable = |why: String| OverlayDisksError::Unsuitable { device: device.into(), why };
+                let image = usable_image(vmm, machine, &chain, node).map_err(unsuitable)?;
+                let directory = directory_of(&image, parent, vm, number).map_err(unsuitable)?;
+                let (drive, bytes) = (chain.base.clone(), node.size);
+                disks.push(RecordedDisk { device: device.into(), drive, number, image, directory, bytes });
+            }
+        }
+        Ok(Self { disks })
+    }
+}
+
+/// Returns the image of a disk, or why no overlay can be put on it.
+fn usable_image(
+    vmm: &Vmm,
+    machine: &ForeignMachine,
+    chain: &OverlayChain,
+    node: &BlockNode,
+) -> Result<PathBuf, String> {
+    machine.check_overlay(&chain.base)?;
+    if !FORMATS.contains(&node.driver.as_str()) {
+        return Err(format!("its format is {}; only raw and qcow2 are supported", node.driver));
+    }
+    let image = PathBuf::from(&node.file);
+    if !image.is_absolute() {
+        return Err(format!("its image {} is no local file with an absolute path", node.file));
+    }
+    if !has_open(vmm, &image).map_err(|e| format!("{}: {e}", image.display()))? {
+        return Err(format!("{} is not the file that QEMU has open under this name", image.display()));
+    }
+    Ok(image)
+}
+
+/// Returns whether a QEMU has the file at this path open: it may see another file there, in its own mount namespace.
+pub(super) fn has_open(vmm: &Vmm, path: &Path) -> io::Result<bool> {
+    let file = fs::metadata(path)?;
+    for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
+        // A descriptor may be closed meanwhile.
+        let is_same = |open: fs::Metadata| (open.dev(), open.ino()) == (file.dev(), file.ino());
+        if fs::metadata(entry?.path()).is_ok_and(is_same) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn directory_of(image: &Path, parent: Option<&Path>, vm: Uuid, number: u16) -> Result<PathBuf, String> {
+    if let Some(parent) = parent {
+        let parent = parent.canonicalize().map_err(|e| format!("{}: {e}", parent.display()))?;
+        return Ok(parent.join(format!("{vm}-{number}")));
+    }
+    let kind = fs::metadata(image).map_err(|e| format!("{}: {e}", image.display()))?.file_type();
+    if kind.is_block_device() {
+        return Err("it is a block device: name a directory for its overlays: --overlay-dir DIR".into());
+    }
+    let mut directory = image.to_owned().into_os_string();
+    directory.push(".rekindle");
+    Ok(directory.into())
+}

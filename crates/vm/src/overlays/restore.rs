@@ -1,0 +1,156 @@
+//! The disks of a checkpoint: base and overlays as at its moment, and a fresh overlay for what the restored guest writes.
+//!
+//! ```text
+//! open (claims, checks) ──> create (the fresh overlays) ──> (QEMU starts, loads) ──> note_resume ──> the guest runs
+//!                                └── a failure: dropped; the fresh files are removed, nothing else has changed
+//! ```
+//!
+//! The files of the checkpoint are not written, so a restore can be repeated until the restored guest's first
+//! checkpoint is committed.
+
+use super::record::{OverlayRecord, RecordedDisk, owner_of};
+use super::{OverlayDisksError, OverlayEpoch, overlay_name};
+use crate::rundir::RunDir;
+use rekindle_disk::overlay::OverlayError;
+use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::redo::files::LocalFiles;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::command::{DiskOverlays, OverlayFile};
+use rekindle_qemu::vmm::Vmm;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The claimed disks of a checkpoint. On drop, the fresh overlays are removed, unless the guest may run on them.
+#[derive(Debug)]
+pub struct RestoredOverlays {
+    disks: Vec<RestoredDisk>,
+}
+
+#[derive(Debug)]
+struct RestoredDisk {
+    at: OverlayEpoch,
+    directory: OverlayDirectory<LocalFiles>,
+    /// The epochs whose overlays make the checkpoint's disk, oldest first.
+    below: Vec<u64>,
+    /// The epoch that the restored guest writes to.
+    fresh: u64,
+    is_fresh_needed: bool,
+}
+
+impl RestoredOverlays {
+    /// Claims the disks of a checkpoint and checks that they are still there. Changes nothing.
+    ///
+    /// # Errors
+    /// [`OverlayDisksError`] names the disk that is missing, newer than the checkpoint, or in use.
+    pub fn open(epochs: &[OverlayEpoch]) -> Result<Self, OverlayDisksError> {
+        Ok(Self { disks: epochs.iter().map(RestoredDisk::open).collect::<Result<_, _>>()? })
+    }
+
+    /// Returns the overlays that the destination QEMU must open.
+    #[must_use]
+    pub fn for_qemu(&self) -> Vec<DiskOverlays> {
+        self.disks.iter().map(RestoredDisk::for_qemu).collect()
+    }
+
+    /// Makes the fresh overlays durably, with the `qemu-img` of this QEMU.
+    ///
+    /// # Errors
+    /// If a file cannot be made.
+    pub fn create(&mut self, qemu: &Path) -> Result<(), OverlayDisksError> {
+        let sibling = qemu.with_file_name("qemu-img");
+        let qemu_img = if sibling.exists() { sibling } else { PathBuf::from("qemu-img") };
+        self.disks.iter_mut().try_for_each(|disk| disk.create(&qemu_img))
+    }
+
+    /// Records that the guest runs on its fresh overlays, in `vmm`. All epochs after the checkpoint are dead from here
+    /// on. Must precede the resume.
+    ///
+    /// # Errors
+    /// If a record cannot be written; then the guest must not run.
+    pub fn note_resume(&mut self, rundir: &RunDir, vmm: &Vmm) -> Result<(), OverlayDisksError> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        OverlayRecord { disks: self.disks.iter().map(RestoredDisk::recorded).collect() }.write(rundir)?;
+        let owner = owner_of(vmm)?;
+        for disk in &mut self.disks {
+            disk.is_fresh_needed = true;
+            let (epoch, fresh) = (disk.at.id.epoch, disk.fresh);
+            disk.directory.record(|state| state.restart_at(epoch, fresh, owner.clone()))?;
+        }
+        Ok(())
+    }
+}
+
+impl RestoredDisk {
+    fn open(at: &OverlayEpoch) -> Result<Self, OverlayDisksError> {
+        let path = || at.directory.clone();
+        let no_epoch = || OverlayError::NoEpoch { path: path(), epoch: at.id.epoch };
+        let directory = OverlayDirectory::open(LocalFiles::new(&at.directory, false))?.ok_or_else(no_epoch)?;
+        let state = directory.state();
+        if state.disk != at.id.disk {
+            return Err(no_epoch().into());
+        }
+        if let Some(pid) = running_owner(&state.owner)? {
+            return Err(OverlayDisksError::InUse { pid, directory: path() });
+        }
+        let below = directory.overlays_of(at.id.epoch)?;
+        let fresh = directory.unused_epoch()?;
+        Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false })
+    }
+
+    fn for_qemu(&self) -> DiskOverlays {
+        let file =
+            |epoch: u64| OverlayFile { name: overlay_name(self.at.number, epoch), path: self.directory.path_of(epoch) };
+        let OverlayEpoch { drive, cache, detect_zeroes, .. } = self.at.clone();
+        let files = self.below.iter().copied().chain([self.fresh]).map(file).collect();
+        DiskOverlays { drive, cache, detect_zeroes, files }
+    }
+
+    fn create(&mut self, qemu_img: &Path) -> Result<(), OverlayDisksError> {
+        let path = self.directory.create_overlay(self.fresh)?;
+        let (below, format) = match self.below.last() {
+            Some(epoch) => (self.directory.path_of(*epoch), "qcow2"),
+            None => (self.at.image.clone(), self.at.format.as_str()),
+        };
+        let mut command = Command::new(qemu_img);
+        // `-u`: the disk below is not opened.
+        command.args(["create", "-q", "-f", "qcow2", "-u", "-o", "lazy_refcounts=on", "-F", format, "-b"]).arg(below);
+        command.args([path.into_os_string(), OsString::from(self.at.bytes.to_string())]).stdin(Stdio::null());
+        let failed = |why: String| OverlayDisksError::Create { why };
+        let output = command.output().map_err(|e| failed(format!("cannot be started: {e}")))?;
+        if !output.status.success() {
+            return Err(failed(format!("failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
+        }
+        Ok(self.directory.make_durable(self.fresh)?)
+    }
+
+    fn recorded(&self) -> RecordedDisk {
+        let OverlayEpoch { device, drive, number, image, bytes, .. } = self.at.clone();
+        RecordedDisk { device, drive, number, image, directory: self.directory.path().to_owned(), bytes }
+    }
+}
+
+impl Drop for RestoredDisk {
+    fn drop(&mut self) {
+        if !self.is_fresh_needed
+            && self.directory.path_of(self.fresh).exists()
+            && let Err(e) = self.directory.remove_overlay(self.fresh)
+        {
+            tracing::warn!("cannot remove an overlay that was made for a restore: {e}");
+        }
+    }
+}
+
+/// Returns the QEMU that the overlays are for, if it still runs on this host.
+fn running_owner(owner: &str) -> Result<Option<u32>, OverlayDisksError> {
+    let mut words = owner.split(' ');
+    let (Some(boot_id), Some(Ok(pid)), Some(Ok(started))) =
+        (words.next(), words.next().map(str::parse), words.next().map(str::parse))
+    else {
+        return Ok(None);
+    };
+    let process = Process { pid, started };
+    Ok((super::record::boot_id()? == boot_id && process.is_alive()).then_some(pid))
+}
