@@ -5,11 +5,12 @@
 
 use super::epoch_state::{CountedState, EpochRange, EpochState, FORMAT};
 use super::error::RedoError;
-use super::files::{FileStart, LogFile, LogFiles};
+use super::files::{FileStart, LogFiles};
 use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
 use crate::slots::{CHECKSUM_BYTES, SlotRecord, newest_slot, slot_offset, write_slot};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
