@@ -1,5 +1,5 @@
-//! Simulates a crash of the process or a power failure after every step. Unsynced writes are kept, lost or torn, in
-//! every possible combination, or in a sample of the combinations where there are too many.
+//! Simulates a crash of the process or a power failure after every step. Unsynced steps are kept, lost or torn, in a
+//! sample of the possible combinations.
 
 use super::model::{Change, Expected, Model, check_image, image, open};
 use crate::error::StoreError;
