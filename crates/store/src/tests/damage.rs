@@ -189,7 +189,8 @@ fn what_cannot_be_opened_is_named() {
     // A directory that is not a store.
     let other = CrashDisk::default();
     assert!(matches!(image(&other, None).unwrap_err(), StoreError::NotAStore { .. }));
-    drop(crate::disk::Disk::create(&other, "holiday.jpg").unwrap());
+    other.create_directory("").unwrap();
+    drop(other.create("holiday.jpg").unwrap());
     let e = open(&other, 1).unwrap_err();
     assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "holiday.jpg"), "{e}");
     // If the newest entry is damaged, an older checkpoint can still be opened by its number.
