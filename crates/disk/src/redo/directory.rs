@@ -35,7 +35,8 @@ fn is_file_of_log(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
         };
         return *length <= STATE_BYTES && bytes.chunks(PAGE_BYTES as usize).all(is_slot);
     }
-    segment_epoch(name).is_some() && (has_only_zeros || bytes.get(..PAGE_BYTES as usize).and_then(read_head).is_some())
+    // A file with a valid head can end within the head's page: the write of the page was interrupted.
+    segment_epoch(name).is_some() && (has_only_zeros || read_head(bytes).is_some())
 }
 
 /// Returns whether a log created the file with this name.

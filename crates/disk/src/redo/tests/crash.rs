@@ -2,8 +2,9 @@
 //! can be opened with its content until a newer epoch is committed.
 
 use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, initial_content, initial_image, unwritten};
+use crate::block::SECTOR;
 use crate::redo::error::RedoError;
-use crate::redo::format::EntryKind;
+use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -237,7 +238,7 @@ fn killed_at_every_step() {
                     history.check(
                         count + 1,
                         &BTreeMap::from([(count, Fate::Torn(sectors))]),
-                        false,
+                        true,
                         "killed in a write",
                     );
                 }
@@ -267,6 +268,19 @@ fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
         let history = &random_histories[random.usize(..random_histories.len())];
         let (count, PowerFailure { fates, description }) = random_power_failure(&history.steps, &mut random);
         history.check(count, &fates, n % 4 == 0, &description);
+    }
+}
+
+#[test]
+fn a_segment_with_any_part_of_its_head_is_removed() {
+    let history = make_history(&[Action::Write { sector: 0, sectors: 8, kind: EntryKind::Data }]);
+    let created = history.steps.iter().position(|step| matches!(step, Step::AddName(name, _) if name == "1.log"));
+    let head = created.unwrap() + 1;
+    assert!(matches!(&history.steps[head], Step::Write(_, 0, page) if page.len() == PAGE_BYTES as usize));
+    for written_sectors in 0..=PAGE_BYTES / SECTOR {
+        let fates = BTreeMap::from([(head, Fate::Torn((1 << written_sectors) - 1))]);
+        // The next server merges and removes this segment.
+        history.check(head + 1, &fates, true, &format!("{written_sectors} sectors of the head are written"));
     }
 }
 
