@@ -2,10 +2,10 @@
 //! them, and tests call them on every build with a fixed budget.
 
 use crate::descriptor_chain::{DescriptorTable, read_chain};
-use crate::redo::files::LogFile;
 use crate::redo::format::PAGE_BYTES;
 use crate::redo::recover::{SegmentContent, scan};
 use crate::request::{DiskProperties, RequestKind, parse};
+use rekindle_kernel::durable_file::DurableFile;
 use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
@@ -43,7 +43,7 @@ pub fn request(memory: &[u8]) {
 #[derive(Debug, Clone)]
 struct MemoryFile(Arc<Vec<u8>>);
 
-impl LogFile for MemoryFile {
+impl DurableFile for MemoryFile {
     fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
         let content = usize::try_from(offset).ok().and_then(|offset| self.0.get(offset..)).unwrap_or_default();
         let len = content.len().min(target.len());
@@ -59,7 +59,9 @@ impl LogFile for MemoryFile {
         Err(io::ErrorKind::ReadOnlyFilesystem.into())
     }
 
-    fn reserve(&self, _len: u64) {}
+    fn truncate(&self, _len: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
 
     fn sync(&self) -> io::Result<()> {
         Ok(())

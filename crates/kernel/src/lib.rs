@@ -8,7 +8,8 @@
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
-//! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), mapped files ([`mapping`]), large
+//! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
+//!   disk that can lose power ([`durable_file`]), mapped files ([`mapping`]), large
 //!   buffers ([`large`]);
 //! - loading the next kernel ([`kexec`]);
 //! - libvirt's C library ([`libvirt_client`]).
@@ -19,6 +20,7 @@
 #![allow(unsafe_code)]
 
 pub mod descriptor;
+pub mod durable_file;
 pub mod file;
 pub mod heap;
 pub mod inject;

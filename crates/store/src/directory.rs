@@ -1,11 +1,12 @@
 //! The directory of a store: opens and creates it, and reads whole files.
 
-use crate::disk::{Disk, DiskFile};
+use crate::disk::Disk;
 use crate::error::{Result, StoreError};
 use crate::format::names;
 use crate::format::page::Digester;
 use crate::format::superblock::Superblock;
 use crate::types::{Vm, now_us};
+use rekindle_kernel::durable_file::DurableFile;
 use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
@@ -127,7 +128,7 @@ impl StoreDirectory {
     }
 
     /// Reads `len` bytes at offset `at` of the file `name`, or fewer at the end of the file.
-    pub fn read_at(&self, file: &Arc<dyn DiskFile>, name: &str, at: u64, len: usize) -> Result<Vec<u8>> {
+    pub fn read_at(&self, file: &Arc<dyn DurableFile>, name: &str, at: u64, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         let found = file.read_at(&mut bytes, at).map_err(self.failed(name, "reading"))?;
         bytes.truncate(found);

@@ -1,45 +1,15 @@
-//! File operations of the store, behind two traits, so that a test can record, lose, tear or fail every single
-//! operation.
+//! The directories of the store, behind a trait like its files ([`DurableFile`]), so that a test can record, lose, tear
+//! or fail every single operation.
 //!
 //! Names are relative to the store's directory (`log/000000000042`).
 
+use rekindle_kernel::durable_file::{DurableFile, LocalFile};
 use std::fmt::Debug;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// An open file.
-pub trait DiskFile: Debug + Send + Sync {
-    /// Reads from `offset` until `buffer` is full or the file ends. Returns the number of bytes read.
-    ///
-    /// # Errors
-    /// Errors of `pread(2)`.
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
-    /// Writes all of `bytes` at `offset`.
-    ///
-    /// # Errors
-    /// Errors of `pwrite(2)`. Any part of `bytes` may have been written then.
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Starts to write these bytes to the disk. This is only a hint.
-    fn start_writeback(&self, offset: u64, len: u64);
-    /// Waits until content and length are durable.
-    ///
-    /// # Errors
-    /// Errors of `fdatasync(2)`. Which content is durable is unknown then.
-    fn sync(&self) -> io::Result<()>;
-    /// Shortens the file to `len` bytes.
-    ///
-    /// # Errors
-    /// Errors of `ftruncate(2)`.
-    fn truncate(&self, len: u64) -> io::Result<()>;
-    /// Returns the length in bytes.
-    ///
-    /// # Errors
-    /// Errors of `fstat(2)`.
-    fn length(&self) -> io::Result<u64>;
-}
 
 /// A directory of files.
 pub trait Disk: Debug + Send + Sync {
@@ -59,12 +29,12 @@ pub trait Disk: Debug + Send + Sync {
     ///
     /// # Errors
     /// `AlreadyExists`; other errors of `open(2)`.
-    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DurableFile>>;
     /// Opens a file for reading.
     ///
     /// # Errors
     /// `NotFound`; other errors of `open(2)`.
-    fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DurableFile>>;
     /// Gives the file `from` the additional name `to` if no file has that name yet.
     ///
     /// # Errors
@@ -108,48 +78,6 @@ impl LocalDisk {
     }
 }
 
-#[derive(Debug)]
-struct LocalFile(File);
-
-impl DiskFile for LocalFile {
-    fn read_at(&self, mut buffer: &mut [u8], mut offset: u64) -> io::Result<usize> {
-        let wanted = buffer.len();
-        while !buffer.is_empty() {
-            match self.0.read_at(buffer, offset) {
-                Ok(0) => break,
-                Ok(n) => {
-                    buffer = buffer.get_mut(n..).unwrap_or_default();
-                    offset += n as u64;
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
-        }
-        Ok(wanted - buffer.len())
-    }
-
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.0.write_all_at(bytes, offset)
-    }
-
-    fn start_writeback(&self, offset: u64, len: u64) {
-        // A file system without support is no error: the sync writes the bytes.
-        let _ = rekindle_kernel::file::start_writeback(&self.0, offset, len);
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync_data()
-    }
-
-    fn truncate(&self, len: u64) -> io::Result<()> {
-        self.0.set_len(len)
-    }
-
-    fn length(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
-    }
-}
-
 impl Disk for LocalDisk {
     fn name(&self) -> &str {
         &self.name
@@ -175,13 +103,13 @@ impl Disk for LocalDisk {
         Ok(found)
     }
 
-    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DurableFile>> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(self.path(name))?;
-        Ok(Arc::new(LocalFile(file)))
+        Ok(Arc::new(LocalFile(file.into())))
     }
 
-    fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
-        Ok(Arc::new(LocalFile(File::open(self.path(name))?)))
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DurableFile>> {
+        Ok(Arc::new(LocalFile(File::open(self.path(name))?.into())))
     }
 
     fn link(&self, from: &str, to: &str) -> io::Result<()> {

@@ -5,13 +5,13 @@
 //! many of its bytes are committed.
 
 use crate::directory::StoreDirectory;
-use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::manifest::SegmentExtent;
 use crate::format::segment::{
     Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, MAX_DIRECTORY_BYTES, RECORD_LEN, check_header,
 };
 use crate::format::{Flaw, Structure, names};
+use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -24,7 +24,7 @@ const USUAL_DIRECTORY_BYTES: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
 /// Segments that are open for reading, by epoch and number.
 #[derive(Debug, Default)]
 pub(crate) struct OpenSegments {
-    files: Mutex<HashMap<(u64, u64), Arc<dyn DiskFile>>>,
+    files: Mutex<HashMap<(u64, u64), Arc<dyn DurableFile>>>,
 }
 
 impl OpenSegments {
@@ -32,7 +32,7 @@ impl OpenSegments {
     ///
     /// # Errors
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
-    pub fn get(&self, store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DiskFile>> {
+    pub fn get(&self, store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DurableFile>> {
         let key = (extent.epoch, extent.number);
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = files.get(&key) {
@@ -48,7 +48,7 @@ impl OpenSegments {
 }
 
 /// Opens a segment and checks its header.
-pub(crate) fn open_checked(store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DiskFile>> {
+pub(crate) fn open_checked(store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DurableFile>> {
     let name = names::segment(extent.epoch, extent.number);
     let file = match store.disk.open(&name) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -71,7 +71,7 @@ pub(crate) fn open_checked(store: &StoreDirectory, extent: SegmentExtent) -> Res
 pub(crate) fn for_each_frame(
     store: &StoreDirectory,
     extent: SegmentExtent,
-    file: &Arc<dyn DiskFile>,
+    file: &Arc<dyn DurableFile>,
     begin: u64,
     mut visit: impl FnMut(u64, &Directory<'_>) -> Result<()>,
 ) -> Result<()> {

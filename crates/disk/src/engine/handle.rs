@@ -3,7 +3,7 @@
 use super::command::Command;
 use super::refusal::{Answer, Refusal};
 use super::visit::{EngineView, Visit, VisitEngine};
-use crate::redo::files::LocalFile;
+use rekindle_kernel::durable_file::LocalFile;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};

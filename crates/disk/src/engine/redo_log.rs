@@ -8,11 +8,11 @@
 use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, SyncTarget, WriteTarget};
 use super::ids::PartId;
 use super::io::{DiskIo, Token};
-use crate::redo::files::LocalFile;
 use crate::redo::index::{LocatedPiece, Source};
 use crate::redo::log::{CannotAllocate, Log, LogEntry, ReclaimedSpace, SpaceLimit, SyncOutcome, Unsynced};
 use crate::report::warn_limited;
 use crate::request::DiskRange;
+use rekindle_kernel::durable_file::LocalFile;
 use rekindle_kernel::uring::Operation;
 use serde::{Deserialize, Serialize};
 use slab::Slab;

@@ -2,7 +2,7 @@
 
 use super::redo_log::EngineLog;
 use super::refusal::Refusal;
-use crate::redo::files::{LocalFile, LogFile};
+use rekindle_kernel::durable_file::{DurableFile, LocalFile};
 
 /// The part of the engine that a visitor can access.
 pub struct EngineView<'a, F = LocalFile> {
@@ -15,7 +15,7 @@ pub struct EngineView<'a, F = LocalFile> {
 
 /// An engine that can be visited: the real one, or a model.
 pub trait VisitEngine: Clone + Send + Sync + 'static {
-    type File: LogFile;
+    type File: DurableFile + Clone + 'static;
 
     /// Runs `visit` on the engine's thread and returns its result.
     ///

@@ -4,8 +4,9 @@
 
 use super::OverlayError;
 use super::state::{FIRST_EPOCH, OverlayState};
-use crate::redo::files::{LogFile, LogFiles};
+use crate::redo::files::LogFiles;
 use crate::slots::{Counted, SLOT_BYTES, newest_slot, slot_offset, write_slot};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::io;
 use std::path::{Path, PathBuf};

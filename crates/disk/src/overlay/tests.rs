@@ -10,6 +10,7 @@
 use super::directory::{OverlayDirectory, overlay_file_name};
 use super::plan::{FoundOverlays, OverlayStep};
 use super::state::OverlayState;
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_testing::crash_disk::{CrashDisk, CrashFile, PowerFailure, Step, power_failures};
 use std::collections::{BTreeMap, BTreeSet};
 

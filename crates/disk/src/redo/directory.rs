@@ -5,11 +5,12 @@
 
 use super::epoch_state::{CountedState, EpochRange, EpochState, FORMAT};
 use super::error::RedoError;
-use super::files::{FileStart, LogFile, LogFiles};
+use super::files::{FileStart, LogFiles};
 use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
 use crate::slots::{CHECKSUM_BYTES, SlotRecord, newest_slot, slot_offset, write_slot};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
@@ -34,7 +35,8 @@ fn is_file_of_log(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
         };
         return *length <= STATE_BYTES && bytes.chunks(PAGE_BYTES as usize).all(is_slot);
     }
-    segment_epoch(name).is_some() && (has_only_zeros || bytes.get(..PAGE_BYTES as usize).and_then(read_head).is_some())
+    // A file with a valid head can end within the head's page: the write of the page was interrupted.
+    segment_epoch(name).is_some() && (has_only_zeros || read_head(bytes).is_some())
 }
 
 /// Returns whether a log created the file with this name.

@@ -1,15 +1,16 @@
-//! All file operations of a log apart from the guest's requests, behind traits: a test can record, lose, tear or fail
-//! each operation.
+//! The directory of a log, behind a trait like its files ([`DurableFile`]): a test can record, lose, tear or fail each
+//! operation apart from the guest's requests.
 
 use crate::image::Durability;
+use rekindle_kernel::durable_file::{DurableFile, LocalFile};
 use rekindle_kernel::file::{self, Lock};
 #[cfg(test)]
 use rekindle_kernel::uring::Buffer;
-use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::fmt::Debug;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -22,33 +23,10 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// An open file. Offsets, lengths and memory are aligned for `O_DIRECT`.
-pub trait LogFile: Clone + Debug + Send + Sync + 'static {
-    /// Reads from `offset` until `target` is full or the file ends. Returns the number of bytes.
-    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize>;
-    /// Writes all of `bytes` at `offset`.
-    ///
-    /// # Errors
-    /// Errors of `pwrite(2)`; any part of `bytes` may have been written.
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Zeroes `len` bytes at `offset`. `hole`: their space may be released.
-    ///
-    /// # Errors
-    /// Errors of `fallocate(2)`; `Unsupported` if zeros have to be written instead.
-    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()>;
-    /// Allocates space for the first `len` bytes, as a hint: a failure is ignored.
-    fn reserve(&self, len: u64);
-    /// Waits until content and length are durable.
-    ///
-    /// # Errors
-    /// Errors of `fdatasync(2)`; it is then unknown which data is durable.
-    fn sync(&self) -> io::Result<()>;
-    fn length(&self) -> io::Result<u64>;
-}
-
 /// The directory of a log.
 pub trait LogFiles: Debug + Send + Sync + 'static {
-    type File: LogFile;
+    /// Offsets, lengths and memory are aligned for `O_DIRECT`.
+    type File: DurableFile + Clone + 'static;
     /// Exclusive access to the directory, until the claim is dropped.
     type Claim: Debug + Send;
     fn path(&self) -> &Path;
@@ -103,7 +81,7 @@ pub struct Synced<F> {
     durability: Arc<Durability>,
 }
 
-impl<F: LogFile> Synced<F> {
+impl<F: DurableFile> Synced<F> {
     /// Wraps an open file. All users of the open file share `durability`.
     #[must_use]
     pub fn new(file: F, durability: Arc<Durability>) -> Self {
@@ -136,48 +114,6 @@ impl<F: LogFile> Synced<F> {
         }
         // The kernel may have reported the error for this data to another user's sync.
         self.check()
-    }
-}
-
-/// A file of this host.
-#[derive(Debug, Clone)]
-pub struct LocalFile(pub Arc<File>);
-
-impl LogFile for LocalFile {
-    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
-        let mut filled = 0;
-        while filled < target.len() {
-            let unfilled = target.get_mut(filled..).unwrap_or_default();
-            match self.0.read_at(unfilled, offset + filled as u64) {
-                Ok(0) => break,
-                Ok(read) => filled += read,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
-        }
-        Ok(filled)
-    }
-
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.0.write_all_at(bytes, offset)
-    }
-
-    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
-        let mode = if hole { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
-        Ok(fallocate(&self.0, mode | FallocateFlags::KEEP_SIZE, offset, len)?)
-    }
-
-    fn reserve(&self, len: u64) {
-        // Not every file system supports this. The writes allocate the space then.
-        let _ = fallocate(&self.0, FallocateFlags::empty(), 0, len);
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync_data()
-    }
-
-    fn length(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
     }
 }
 
@@ -332,7 +268,7 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 /// # Errors
 /// `UnexpectedEof` if the file ends earlier.
 #[cfg(test)]
-pub fn read_unaligned(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
+pub fn read_unaligned(file: &impl DurableFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
     let skip = (offset % super::format::PAGE_BYTES) as usize;
     let mut buffer = Buffer::new(skip + len);
     let read = file.read_at(&mut buffer, offset - skip as u64)?;

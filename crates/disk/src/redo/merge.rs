@@ -8,9 +8,10 @@
 
 use super::directory::LogDirectory;
 use super::error::RedoError;
-use super::files::{LogFile, LogFiles, Synced};
+use super::files::{LogFiles, Synced};
 use super::format::{EntryHeader, EntryKind, MAX_DATA_BYTES, PAGE_BYTES, checksum, read_header, segment_name};
 use super::log::{Batch, LogEntry, MergePiece};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::collections::VecDeque;
 use std::io;
@@ -27,7 +28,7 @@ pub struct MergeTarget<F> {
     image: Synced<F>,
 }
 
-impl<F: LogFile> MergeTarget<F> {
+impl<F: DurableFile> MergeTarget<F> {
     /// Wraps the image. The caller creates only one target for an open image.
     #[must_use]
     pub fn new(image: Synced<F>) -> Self {
@@ -96,7 +97,7 @@ pub fn merge<D: LogFiles>(
 }
 
 /// Checks the entries that [`copy`] reads.
-fn verify<F: LogFile>(
+fn verify<F: DurableFile>(
     batch: &Batch<F>,
     pieces: &[MergePiece],
     mut pace: impl FnMut() -> io::Result<()>,
@@ -110,7 +111,7 @@ fn verify<F: LogFile>(
 }
 
 /// Writes the pieces to the image.
-fn copy<F: LogFile>(
+fn copy<F: DurableFile>(
     batch: &Batch<F>,
     pieces: &[MergePiece],
     image: &F,
@@ -151,7 +152,7 @@ struct CachedEntry {
     bytes: Buffer,
 }
 
-impl<'a, F: LogFile> EntryReader<'a, F> {
+impl<'a, F: DurableFile> EntryReader<'a, F> {
     fn new(batch: &'a Batch<F>) -> Self {
         Self { batch, cached: VecDeque::new() }
     }
@@ -210,7 +211,7 @@ fn is_header_of(header: &EntryHeader, entry: &LogEntry) -> bool {
 }
 
 /// Writes bytes, which may be unaligned, from aligned memory.
-fn write(image: &impl LogFile, bytes: &[u8], offset: u64) -> io::Result<()> {
+fn write(image: &impl DurableFile, bytes: &[u8], offset: u64) -> io::Result<()> {
     // An entry's data is aligned, but a piece of the data may not be.
     if (bytes.as_ptr() as u64).is_multiple_of(PAGE_BYTES) {
         return image.write_at(bytes, offset);
@@ -223,7 +224,7 @@ fn write(image: &impl LogFile, bytes: &[u8], offset: u64) -> io::Result<()> {
 }
 
 /// Zeroes a range of the image. `hole`: its space may be released.
-fn zero(image: &impl LogFile, offset: u64, len: u64, hole: bool) -> io::Result<()> {
+fn zero(image: &impl DurableFile, offset: u64, len: u64, hole: bool) -> io::Result<()> {
     match image.zero(offset, len, hole) {
         // The file system or device cannot zero a range: write zeros.
         Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS | libc::EINVAL)) => {}

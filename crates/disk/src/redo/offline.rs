@@ -5,12 +5,13 @@
 
 use super::epoch_state::{CountedState, EpochState};
 use super::error::RedoError;
-use super::files::{LocalFile, LocalFiles, Synced};
+use super::files::{LocalFiles, Synced};
 use super::format::{segment_epoch, segment_name};
 use super::merge::{MergeTarget, merge};
 use super::recover::{self, DiskVersion, RecoveredLog, scan, sealed_content};
 use crate::image::{Image, ImageError, OpenMode};
 use crate::slots::newest_slot;
+use rekindle_kernel::durable_file::LocalFile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File};

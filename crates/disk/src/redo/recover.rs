@@ -7,12 +7,13 @@
 use super::directory::LogDirectory;
 use super::epoch_state::{EpochRange, EpochState};
 use super::error::RedoError;
-use super::files::{LogFile, LogFiles};
+use super::files::LogFiles;
 use super::format::{
     EntryHeader, EntryKind, PAGE_BYTES, SealHeader, checksum, read_head, read_header, read_seal, seal_length,
     segment_epoch, segment_name,
 };
 use super::log::{Log, LogEntry, Segment};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
 use std::io;
@@ -163,7 +164,7 @@ struct Window<'a, F> {
     len: usize,
 }
 
-impl<F: LogFile> Window<'_, F> {
+impl<F: DurableFile> Window<'_, F> {
     /// Returns `len` bytes at `offset`; `None` if the file ends before.
     fn get(&mut self, offset: u64, len: u64) -> io::Result<Option<&[u8]>> {
         let is_buffered = offset >= self.offset && offset + len <= self.offset + self.len as u64;
@@ -211,7 +212,7 @@ pub fn sealed_content(scanned: Option<SegmentContent>) -> Result<SegmentContent,
 }
 
 /// Reads a segment. Returns `None` if the head is invalid: then no entry of an unsealed segment was ever durable.
-pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<SegmentContent>> {
+pub fn scan(file: &impl DurableFile, epoch: u64, disk: Uuid) -> io::Result<Option<SegmentContent>> {
     let length = file.length()?;
     let buffer = Buffer::new(MAX_WINDOW_BYTES.min(length).max(PAGE_BYTES) as usize);
     let mut window = Window { file, buffer, offset: 0, len: 0 };
@@ -242,7 +243,7 @@ pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<Se
 }
 
 /// Returns whether the data of an entry, at byte `data_offset` of a segment of `length` bytes, has its checksum.
-fn has_valid_data<F: LogFile>(
+fn has_valid_data<F: DurableFile>(
     window: &mut Window<'_, F>,
     header: &EntryHeader,
     data_offset: u64,
@@ -261,7 +262,7 @@ fn has_valid_data<F: LogFile>(
 
 /// Reads the list of a seal record, at byte `list_offset` of a segment of `length` bytes. `None`: it is damaged.
 fn read_seal_list(
-    file: &impl LogFile,
+    file: &impl DurableFile,
     header: &SealHeader,
     list_offset: u64,
     length: u64,

@@ -3,10 +3,10 @@
 //! The source host sends messages, and the destination host answers each with one line, except [`Message::State`].
 //! [`VERSION`] covers messages and answers.
 
+use super::DestinationReport;
 use super::stopped_state::StoppedState;
 use crate::identity_paths::IdentityPaths;
 use crate::recipe::Recipe;
-use crate::restore::ClockOutcome;
 use rekindle_pages::PageRun;
 use rekindle_store::StoreUrl;
 use rekindle_vm::definition::Name;
@@ -116,24 +116,11 @@ pub(super) enum Answer {
 /// Report of a guest that was resumed on the destination host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Running {
-    /// Time from [`Message::Go`] to the guest's resume, in µs.
-    #[serde(rename = "us")]
-    pub resumed_after_us: u64,
+    #[serde(flatten)]
+    pub report: DestinationReport,
     /// Time from the guest's resume until this answer was sent, in µs.
     #[serde(rename = "since_us")]
     pub answered_after_us: u64,
-    /// Pid of the destination QEMU.
-    pub pid: u32,
-    /// The prepared QEMU was used.
-    pub prepared: bool,
-    /// The guest was loaded while its last checkpoint was being committed.
-    #[serde(rename = "ahead")]
-    pub loaded_before_commit: bool,
-    /// Why the prepared QEMU was not used.
-    #[serde(rename = "unused")]
-    pub unused_reason: Option<String>,
-    /// State of the guest's clock.
-    pub clock: ClockOutcome,
 }
 
 #[cfg(test)]
@@ -151,6 +138,9 @@ mod tests {
             serde_json::to_string(&failed).unwrap(),
             r#"{"failed":{"why":"no room","begun":false,"claimed":8}}"#
         );
+        let running =
+            r#"{"running":{"pid":3,"us":5,"prepared":true,"ahead":false,"unused":null,"clock":"set","since_us":9}}"#;
+        assert_eq!(serde_json::to_string(&serde_json::from_str::<Answer>(running).unwrap()).unwrap(), running);
         let query = Message::QueryStatus { version: 2, name: "web".parse().unwrap() };
         assert_eq!(line(&query), r#"{"ask":{"version":2,"name":"web"}}"#);
         assert_eq!(line(&Message::ReadNewest {}), r#"{"look":{}}"#);

@@ -3,10 +3,11 @@
 
 use crate::common::Lab;
 use rekindle_disk::redo::directory::LogDirectory;
-use rekindle_disk::redo::files::{LocalFiles, LogFile};
+use rekindle_disk::redo::files::LocalFiles;
 use rekindle_disk::redo::format::{EntryKind, PAGE_BYTES};
 use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeMap;
 use std::fs;

@@ -5,12 +5,12 @@
 
 use super::pool::{Role, Segment};
 use super::{Engine, OpenCheckpoint, PendingPage};
-use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
 use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_pages::PageNo;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -122,7 +122,7 @@ impl Engine {
         let extent = SegmentExtent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
         let name = names::segment(extent.epoch, extent.number);
         self.next_segment += 1;
-        let file: Arc<dyn DiskFile> =
+        let file: Arc<dyn DurableFile> =
             self.store.disk.create(&name).map_err(self.store.failed(&name, "creating a segment"))?;
         let header = segment::encode_header(self.store.id, extent.epoch, extent.number);
         let written = file.write_at(&header, 0).map_err(self.store.failed(&name, "writing its header"));

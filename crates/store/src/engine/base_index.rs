@@ -5,11 +5,11 @@
 //! does no harm, because a reader applies the directories of all later checkpoints on top.
 
 use super::Engine;
-use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::base::{self, BaseBlock, BaseIndex, HEADER_LEN, IndexEntry, PART_PAGES};
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
+use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const PARTS_PER_PIECE: u64 = 16;
 pub(super) struct BaseIndexWriter {
     /// Temporary name of the file.
     name: String,
-    file: Arc<dyn DiskFile>,
+    file: Arc<dyn DurableFile>,
     /// Newest checkpoint when writing began.
     covers_through: u64,
     /// Committed bytes of each segment when writing began, by epoch and number.

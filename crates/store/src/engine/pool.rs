@@ -3,12 +3,12 @@
 //! A *segment* is a file of pages. Bytes are *live* if they are the newest content of a page, *dying* if only older
 //! checkpoints that are kept need them, and garbage otherwise. Compaction removes garbage.
 
-use crate::disk::DiskFile;
 use crate::format::ALIGNMENT;
 use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
 use crate::format::segment::{HEADER_LEN, RECORD_LEN};
+use rekindle_kernel::durable_file::DurableFile;
 use std::sync::Arc;
 
 /// Returns the bytes that a record with `len` bytes of content uses in a segment.
@@ -40,7 +40,7 @@ pub(crate) struct Segment {
     pub end: u64,
     pub role: Role,
     /// Open while pages may be appended, and until the last sync.
-    pub file: Option<Arc<dyn DiskFile>>,
+    pub file: Option<Arc<dyn DurableFile>>,
     /// Bytes were written since the last sync.
     pub is_dirty: bool,
     /// Pages may be appended. False after a failed sync.
@@ -57,7 +57,7 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// Returns a segment that was just created.
-    pub fn new(extent: SegmentExtent, role: Role, file: Arc<dyn DiskFile>) -> Self {
+    pub fn new(extent: SegmentExtent, role: Role, file: Arc<dyn DurableFile>) -> Self {
         Self { end: HEADER_LEN, role, file: Some(file), is_dirty: true, is_sound: true, ..Self::committed(extent) }
     }
 

@@ -5,11 +5,11 @@
 
 use super::BlockInBase;
 use crate::directory::StoreDirectory;
-use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::base::{self, BaseIndex, HEADER_FIELDS_LEN, HEADER_LEN, IndexEntry, PART_PAGES};
 use crate::format::manifest::Manifest;
 use crate::format::{Flaw, Structure, names};
+use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 #[derive(Debug)]
 pub(super) struct LoadedBase {
     pub name: String,
-    file: Arc<dyn DiskFile>,
+    file: Arc<dyn DurableFile>,
     pub base: BaseIndex,
     /// Maps each position in the base index's segment table to the position in the manifest; `None` if the segment does
     /// not exist any more.

@@ -1,12 +1,9 @@
-//! Simulates a crash of the process or a power failure after every step. Unsynced writes are kept, lost or torn, in
-//! every possible combination, or in a sample of the combinations where there are too many.
+//! Simulates a crash of the process or a power failure after every step. Unsynced steps are kept, lost or torn, in a
+//! sample of the possible combinations.
 
-use super::disk::{CrashEffect, MemoryDisk, Op};
 use super::model::{Change, Expected, Model, check_image, image, open};
 use crate::error::StoreError;
-use proptest::prelude::*;
-use proptest::strategy::ValueTree;
-use proptest::test_runner::{TestRng, TestRunner};
+use rekindle_testing::crash_disk::{CrashDisk, Fate, PowerFailure, Step, power_failures, random_power_failure};
 use std::collections::BTreeMap;
 
 /// The expected state after a step.
@@ -18,7 +15,7 @@ struct Mark {
 
 /// The recorded steps of a run, and all checkpoints that were committed in it.
 struct Story {
-    ops: Vec<Op>,
+    steps: Vec<Step>,
     marks: Vec<Mark>,
     all: BTreeMap<u64, Expected>,
 }
@@ -34,7 +31,7 @@ fn change(n: u64) -> Change {
 
 /// Runs a store through creation, checkpoints, compactions, base indices and a new owner, and records the steps.
 fn story(keep: u32) -> Story {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let mut model = Model { keep, ..Model::default() };
     let mut marks = vec![Mark { step: 0, model: model.clone() }];
     let mut all = BTreeMap::new();
@@ -64,16 +61,16 @@ fn story(keep: u32) -> Story {
         }
     }
     assert_eq!(compactions, 3);
-    Story { ops: disk.ops(), marks, all }
+    Story { steps: disk.recorded_steps(), marks, all }
 }
 
 impl Story {
     /// Checks a store after a crash at step `count`: every checkpoint committed before must exist, the next may exist.
-    fn check(&self, count: usize, effects: &BTreeMap<usize, CrashEffect>, continues: bool, what: &str) {
-        let disk = MemoryDisk::after_crash(&self.ops, count, effects);
+    fn check(&self, count: usize, fates: &BTreeMap<usize, Fate>, continues: bool, what: &str) {
+        let disk = CrashDisk::after_crash(&[], &self.steps, count, fates);
         let before = self.marks.iter().rev().find(|mark| mark.step <= count).unwrap();
         let next = self.marks.iter().find(|mark| mark.step > count);
-        let context = || format!("{what}, after step {count} ({:?} next)", self.ops.get(count).map(short));
+        let context = || format!("{what}, after step {count} ({:?} next)", self.steps.get(count).map(Step::to_string));
         let least = before.model.newest();
         let found = match image(&disk, None) {
             Ok(image) => {
@@ -108,28 +105,16 @@ impl Story {
     }
 }
 
-fn short(op: &Op) -> String {
-    match op {
-        Op::Write(file, at, bytes) => format!("Write({file}, {at}, {} bytes)", bytes.len()),
-        other => format!("{other:?}"),
-    }
-}
-
 #[test]
 fn killed_at_every_step() {
     for keep in [1, 3] {
         let story = story(keep);
-        for count in 0..=story.ops.len() {
+        for count in 0..=story.steps.len() {
             story.check(count, &BTreeMap::new(), true, "killed");
             // A crash in the middle of a write.
-            if let Some(Op::Write(..)) = story.ops.get(count) {
+            if let Some(Step::Write(..)) = story.steps.get(count) {
                 for sectors in [1, 0x5555_5555_5555_5555] {
-                    story.check(
-                        count + 1,
-                        &BTreeMap::from([(count, CrashEffect::Torn(sectors))]),
-                        false,
-                        "killed in a write",
-                    );
+                    story.check(count + 1, &BTreeMap::from([(count, Fate::Torn(sectors))]), false, "killed in a write");
                 }
             }
         }
@@ -140,16 +125,9 @@ fn killed_at_every_step() {
 fn power_lost_at_every_step() {
     for keep in [1, 3] {
         let story = story(keep);
-        for count in 0..=story.ops.len() {
-            let volatile = MemoryDisk::volatile(&story.ops, count);
-            let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, CrashEffect::Lost)).collect();
-            story.check(count, &all_lost, true, "all lost");
-            for step in &volatile {
-                let lost = BTreeMap::from([(*step, CrashEffect::Lost)]);
-                story.check(count, &lost, false, &format!("step {step} lost"));
-                let mut kept = all_lost.clone();
-                kept.remove(step);
-                story.check(count, &kept, false, &format!("only step {step} kept"));
+        for count in 0..=story.steps.len() {
+            for (index, PowerFailure { fates, description }) in power_failures(&story.steps, count).iter().enumerate() {
+                story.check(count, fates, index == 0, description);
             }
         }
     }
@@ -158,25 +136,10 @@ fn power_lost_at_every_step() {
 #[test]
 fn power_lost_at_any_step_with_any_mixture() {
     let stories = [story(1), story(3)];
-    let mut runner = TestRunner::new_with_rng(
-        ProptestConfig::default(),
-        TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
-    );
-    let fates = proptest::collection::vec(
-        prop_oneof![
-            Just(CrashEffect::KeptCheckpoint),
-            Just(CrashEffect::Lost),
-            any::<u64>().prop_map(CrashEffect::Torn)
-        ],
-        64,
-    );
+    let mut random = fastrand::Rng::with_seed(0);
     for n in 0..1500 {
-        let (which, count, fates) =
-            (0usize..2, any::<prop::sample::Index>(), fates.clone()).new_tree(&mut runner).unwrap().current();
-        let story = &stories[which];
-        let count = count.index(story.ops.len() + 1);
-        let volatile = MemoryDisk::volatile(&story.ops, count);
-        let effects: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
-        story.check(count, &effects, n % 4 == 0, &format!("{effects:?}"));
+        let story = &stories[random.usize(..2)];
+        let (count, PowerFailure { fates, description }) = random_power_failure(&story.steps, &mut random);
+        story.check(count, &fates, n % 4 == 0, &description);
     }
 }

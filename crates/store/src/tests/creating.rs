@@ -1,6 +1,5 @@
 //! A store is created only on request, never for a mistyped path or on a file system that is not mounted.
 
-use super::disk::MemoryDisk;
 use super::model::{Change, Model, image, vm};
 use crate::admin;
 use crate::directory::StoreDirectory;
@@ -11,16 +10,17 @@ use crate::fencing::fence_directory;
 use crate::format::names;
 use crate::types::{Guest, Owner, Vm};
 use crate::url::StoreUrl;
+use rekindle_testing::crash_disk::CrashDisk;
 use std::fs;
 use std::sync::Arc;
 use uuid::Uuid;
 
-fn open(disk: &MemoryDisk, vm: &Vm, create: bool) -> Result<Engine> {
+fn open(disk: &CrashDisk, vm: &Vm, create: bool) -> Result<Engine> {
     let settings = EngineSettings { keep: 3, segment: 48 << 10, create };
     Engine::open(Arc::new(disk.clone()), vm, &Owner::here("protect web"), None, settings)
 }
 
-fn init(disk: &MemoryDisk) -> Result<()> {
+fn init(disk: &CrashDisk) -> Result<()> {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     StoreDirectory::init(&disk)
 }
@@ -31,7 +31,7 @@ fn other() -> Vm {
 
 #[test]
 fn nothing_creates_a_store_that_was_not_asked_to() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let boot = Owner::here("start web").with(Guest::Booted);
     assert!(matches!(open(&disk, &vm(), false), Err(StoreError::NotAStore { .. })));
     let fenced = fence_directory(Arc::new(disk.clone()), &vm(), &boot, None);
@@ -44,7 +44,7 @@ fn nothing_creates_a_store_that_was_not_asked_to() {
 
 #[test]
 fn a_new_store_belongs_to_the_first_vm_that_uses_it() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     init(&disk).unwrap();
     assert!(matches!(image(&disk, None), Err(StoreError::Unused { .. })));
     let e = init(&disk).unwrap_err();
@@ -67,7 +67,7 @@ fn a_new_store_belongs_to_the_first_vm_that_uses_it() {
 /// the file of the unused store.
 #[test]
 fn what_is_left_of_an_unused_store_gives_it_to_no_other_vm() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     open(&disk, &vm(), true).unwrap();
     drop(Disk::create(&disk, names::UNUSED).unwrap());
     assert!(matches!(open(&disk, &other(), false), Err(StoreError::OtherVm { .. })));

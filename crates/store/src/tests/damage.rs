@@ -1,11 +1,11 @@
 //! Flipped bits and missing files are reported or repaired. They never give wrong content.
 
-use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, content, image, open};
 use crate::directory::StoreDirectory;
 use crate::error::StoreError;
 use crate::format::{Structure, names};
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
+use rekindle_testing::crash_disk::CrashDisk;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ fn change(n: u64) -> Change {
 }
 
 /// Returns a store with three checkpoints, moved pages and a base index, and its model.
-fn store() -> (MemoryDisk, Model) {
-    let disk = MemoryDisk::default();
+fn store() -> (CrashDisk, Model) {
+    let disk = CrashDisk::default();
     let mut model = Model { keep: 3, ..Model::default() };
     let mut engine = open(&disk, 3).unwrap();
     for n in 0..6 {
@@ -39,7 +39,7 @@ fn store() -> (MemoryDisk, Model) {
 
 /// Reads everything in a store. Asserts that each page is correct, or that it or its checkpoint fails. Returns the
 /// errors.
-fn read_all(disk: &MemoryDisk, model: &Model) -> Vec<StoreError> {
+fn read_all(disk: &CrashDisk, model: &Model) -> Vec<StoreError> {
     let mut errors = Vec::new();
     let newest = image(disk, None);
     if let Ok(image) = &newest {
@@ -76,7 +76,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
     let (disk, model) = store();
     let mut seen = BTreeSet::new();
     for name in disk.names() {
-        let len = disk.content(&name).len();
+        let len = disk.content(&name).unwrap().len();
         // All of the beginning, where the structures are, and samples of the rest.
         let bytes = (0..len.min(400)).chain((400..len).step_by(61)).chain(len.saturating_sub(30)..len);
         for byte in bytes {
@@ -124,7 +124,7 @@ fn a_damaged_base_index_is_made_anew() {
     for byte in [0, 9, 40, 79, 4096, 4200, 5000] {
         let bad = disk.copy();
         for base in &bases {
-            let len = bad.content(base).len();
+            let len = bad.content(base).unwrap().len();
             bad.change(base, |content| content[byte % len] ^= 4);
         }
         assert_eq!(read_all(&bad, &model).len(), 0, "byte {byte}");
@@ -134,7 +134,7 @@ fn a_damaged_base_index_is_made_anew() {
         model.check(&bad);
     }
     for base in &bases {
-        disk.delete(base);
+        disk.remove(base).unwrap();
     }
     assert!(!image(&disk, None).unwrap().has_base());
     model.check(&disk);
@@ -145,7 +145,7 @@ fn a_file_that_is_gone_is_named() {
     let (disk, model) = store();
     for name in disk.names() {
         let bad = disk.copy();
-        bad.delete(&name);
+        bad.remove(&name).unwrap();
         let errors = read_all(&bad, &model);
         if name.starts_with(names::INDEX) || name.starts_with("log/last-") {
             assert_eq!(errors.len(), 0);
@@ -164,7 +164,7 @@ fn a_file_that_is_gone_is_named() {
     }
 }
 
-fn directory(disk: &MemoryDisk) -> StoreDirectory {
+fn directory(disk: &CrashDisk) -> StoreDirectory {
     StoreDirectory::open(Arc::new(disk.clone()), None).unwrap()
 }
 
@@ -187,13 +187,14 @@ fn what_cannot_be_opened_is_named() {
     let e = image(&disk, Some(1)).unwrap_err();
     assert!(e.to_string().contains("available: 5, 6, 7"), "{e}");
     // A directory that is not a store.
-    let other = MemoryDisk::default();
+    let other = CrashDisk::default();
     assert!(matches!(image(&other, None).unwrap_err(), StoreError::NotAStore { .. }));
-    drop(crate::disk::Disk::create(&other, "holiday.jpg").unwrap());
+    other.create_directory("").unwrap();
+    drop(other.create("holiday.jpg").unwrap());
     let e = open(&other, 1).unwrap_err();
     assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "holiday.jpg"), "{e}");
     // If the newest entry is damaged, an older checkpoint can still be opened by its number.
-    let bad = MemoryDisk::default();
+    let bad = CrashDisk::default();
     let mut model = Model { keep: 9, ..Model::default() };
     let mut engine = open(&bad, 9).unwrap();
     for n in 0..3 {

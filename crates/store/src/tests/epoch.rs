@@ -1,10 +1,10 @@
 //! Owners: the previous owner is rejected at any step at which the new owner may claim the store. A *claim* is the
 //! entry of the log by which a process becomes the owner, and the *epoch* counts the owners.
 
-use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
 use crate::engine::{CheckpointState, Engine};
 use crate::error::Result;
+use rekindle_testing::crash_disk::CrashDisk;
 use std::sync::{Arc, Mutex};
 
 /// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
@@ -23,8 +23,8 @@ fn refused(result: Result<impl std::fmt::Debug>, mine: u64, epoch: u64) {
 
 /// Returns a store with five checkpoints, the handle through which its owner of epoch 1 uses it, that owner, and the
 /// model.
-fn started(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
-    let disk = MemoryDisk::default();
+fn started(keep: u32) -> (CrashDisk, CrashDisk, Engine, Model) {
+    let disk = CrashDisk::default();
     let slow = disk.handle();
     let mut model = Model { keep, ..Model::default() };
     let mut old = open(&slow, keep).unwrap();
@@ -69,7 +69,7 @@ type Seen = Arc<Mutex<Option<(Engine, Model)>>>;
 
 /// Makes a new owner claim the store and commit checkpoints before the `after`-th step through `slow`. `old` is the
 /// model of the previous owner, which may be about to commit `also` at that step.
-fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, after: usize) -> Seen {
+fn take_over(disk: &CrashDisk, slow: &CrashDisk, old: Model, also: Change, after: usize) -> Seen {
     let seen = Seen::default();
     let (plain, there) = (disk.clone(), seen.clone());
     let meanwhile = move || {
@@ -155,7 +155,7 @@ fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed(
 #[test]
 fn two_processes_that_create_a_store_concurrently_get_the_same_one() {
     for after in 0.. {
-        let disk = MemoryDisk::default();
+        let disk = CrashDisk::default();
         let slow = disk.handle();
         let seen = take_over(&disk, &slow, Model { keep: 2, ..Model::default() }, Change::default(), after);
         let first = open_as(&slow, 2, "protect web", None);

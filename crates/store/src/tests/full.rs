@@ -1,9 +1,9 @@
 //! A disk that is full or fails at every step, and the disk space that a store uses.
 
-use super::disk::{MemoryDisk, Op, StepFailures};
 use super::model::{Change, Model, open};
 use crate::error::StoreError;
 use rekindle_pages::PAGE_SIZE;
+use rekindle_testing::crash_disk::{CrashDisk, Step, StepFailures};
 use rustix::io::Errno;
 
 /// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
@@ -17,7 +17,7 @@ fn change(n: u64) -> Change {
 fn walk(error: Errno, half: bool, count: usize) {
     for keep in [1, 2] {
         for after in 0.. {
-            let disk = MemoryDisk::default();
+            let disk = CrashDisk::default();
             let mut model = Model { keep, ..Model::default() };
             let mut engine = open(&disk, keep).unwrap();
             model.commit(&mut engine, &change(0)).unwrap();
@@ -96,7 +96,7 @@ fn a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else() {
 #[test]
 fn a_store_cannot_be_made_on_a_full_disk_and_can_be_made_there_later() {
     for after in 0.. {
-        let disk = MemoryDisk::default();
+        let disk = CrashDisk::default();
         disk.fail_steps(StepFailures { after, error: Errno::NOSPC, half: true, count: usize::MAX });
         let made = open(&disk, 1);
         if !disk.has_failed() {
@@ -116,7 +116,7 @@ fn a_store_cannot_be_made_on_a_full_disk_and_can_be_made_there_later() {
 #[test]
 fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
     const PAGES: u64 = 4096;
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let settings = crate::engine::EngineSettings { keep: 1, segment: 0, create: true };
     let owner = crate::types::Owner::here("test");
     let mut engine =
@@ -141,10 +141,12 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
         model.commit(&mut engine, &Change { blocks: blocks.clone(), pages }).unwrap();
         engine.remove_obsolete_files();
         while engine.work() {}
-        moved += u64::from(disk.ops().iter().any(|op| matches!(op, Op::Remove(name) if name.starts_with("segments"))));
+        moved += u64::from(
+            disk.recorded_steps().iter().any(|step| matches!(step, Step::Remove(name) if name.starts_with("segments"))),
+        );
     }
     assert!(moved > 0, "segments were emptied");
-    let (most, bound) = (disk.max_bytes(), 2 * PAGES * PAGE_SIZE as u64);
+    let (most, bound) = (disk.max_bytes() as u64, 2 * PAGES * PAGE_SIZE as u64);
     assert!(
         most <= bound,
         "{most} bytes at most, {bound} allowed: {:.3} times the RAM",

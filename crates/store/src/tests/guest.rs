@@ -1,7 +1,6 @@
 //! The host of a guest: hosts boot, restore, protect and shut down one VM. A model determines which operation may
 //! succeed.
 
-use super::disk::{MemoryDisk, StepFailures};
 use super::model::{Change, Model, vm};
 use crate::directory::StoreDirectory;
 use crate::disk::Disk;
@@ -11,35 +10,36 @@ use crate::fencing::fence_directory;
 use crate::listing::{Listing, list};
 use crate::types::{Guest, OnlyIf, Owner};
 use proptest::prelude::*;
+use rekindle_testing::crash_disk::{CrashDisk, StepFailures};
 use rustix::io::Errno;
 use std::sync::{Arc, Mutex};
 
-fn shared(disk: &MemoryDisk) -> Arc<dyn Disk> {
+fn shared(disk: &CrashDisk) -> Arc<dyn Disk> {
     Arc::new(disk.clone())
 }
 
 /// Returns an unused store.
-fn new_store() -> MemoryDisk {
-    let disk = MemoryDisk::default();
+fn new_store() -> CrashDisk {
+    let disk = CrashDisk::default();
     StoreDirectory::init(&shared(&disk)).unwrap();
     disk
 }
 
 /// Claims the store like a restore, a boot or a shutdown. Returns the new epoch.
-fn begin(disk: &MemoryDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
+fn begin(disk: &CrashDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
     fence_directory(shared(disk), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
 }
 
 /// Opens the store like a protector of the guest that began in epoch `run`; without `run`, of an unknown guest.
-fn protect(disk: &MemoryDisk, run: Option<u64>) -> Result<Engine> {
+fn protect(disk: &CrashDisk, run: Option<u64>) -> Result<Engine> {
     let guest = if run.is_some() { Guest::Same } else { Guest::Booted };
     let only_if = run.map(|run| OnlyIf::Run { run });
     let settings = EngineSettings { keep: 3, segment: 48 << 10, create: false };
     Engine::open(shared(disk), &vm(), &Owner::here("protect web").with(guest), only_if, settings)
 }
 
-fn listing(disk: &MemoryDisk) -> Listing {
+fn listing(disk: &CrashDisk) -> Listing {
     list(&StoreDirectory::open(shared(disk), Some(vm().uuid)).unwrap()).unwrap()
 }
 
@@ -195,7 +195,7 @@ proptest! {
 }
 
 /// Runs `work` on host A, whose guest began in epoch 1. Before the `after`-th step of it, host B begins a restore.
-fn overtaken<T>(after: usize, work: impl FnOnce(&MemoryDisk) -> Result<T>) -> Option<(MemoryDisk, Result<T>)> {
+fn overtaken<T>(after: usize, work: impl FnOnce(&CrashDisk) -> Result<T>) -> Option<(CrashDisk, Result<T>)> {
     let disk = new_store();
     begin(&disk, "start web", Guest::Booted, None).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };
@@ -253,7 +253,7 @@ fn a_claim_that_another_one_follows_immediately_stays_so_that_the_previous_owner
 #[test]
 fn the_end_of_a_guest_counts_only_where_it_ran_last() {
     for after in 0.. {
-        let end = |slow: &MemoryDisk| begin(slow, "stop web", Guest::Ended, Some(OnlyIf::Run { run: 1 }));
+        let end = |slow: &CrashDisk| begin(slow, "stop web", Guest::Ended, Some(OnlyIf::Run { run: 1 }));
         let Some((disk, ended)) = overtaken(after, end) else {
             assert!(after > 6, "it has more steps than {after}");
             break;
@@ -302,7 +302,7 @@ fn a_full_disk_lets_the_guest_be_where_it_is_or_takes_it_away_wholly() {
 
 #[test]
 fn a_guest_that_is_known_never_makes_a_store() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     assert!(matches!(protect(&disk, Some(1)), Err(StoreError::NotAStore { .. })));
     let ended = begin(&disk, "stop web", Guest::Ended, Some(OnlyIf::Run { run: 1 }));
     assert!(matches!(ended, Err(StoreError::NotAStore { .. })));

@@ -4,11 +4,11 @@
 //! copies needed pages to new segments and removes the old ones. A *base index* is a file with the locations of all
 //! pages.
 
-use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, lazy, open};
 use crate::error::StoreError;
 use proptest::prelude::*;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
+use rekindle_testing::crash_disk::CrashDisk;
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -55,7 +55,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 fn run(keep: u32, steps: Vec<Step>) {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let mut engine = open(&disk, keep).unwrap();
     let mut model = Model { keep, ..Model::default() };
     for step in steps {
@@ -110,7 +110,7 @@ proptest! {
 /// The owner commits, moves pages and removes the old segments while the image is open.
 #[test]
 fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let mut engine = open(&disk, 2).unwrap();
     let mut model = Model { keep: 2, ..Model::default() };
     let change = |n: u64| Change {

@@ -1,13 +1,13 @@
 //! A process that inspects a store while the owner writes reports no damage, neither for removed files nor for moved
 //! pages.
 
-use super::disk::MemoryDisk;
 use super::model::{Change, Model, open};
 use crate::checkpoints::SelectedCheckpoint;
 use crate::directory::StoreDirectory;
 use crate::format::names;
 use crate::listing::list;
 use crate::verify::verify;
+use rekindle_testing::crash_disk::CrashDisk;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -20,7 +20,7 @@ fn change(n: u64) -> Change {
 /// Returns a store that keeps `keep` checkpoints, and a flag. Before the `after`-th read of the store, its owner
 /// replaces all checkpoints and compacts, and the flag is set.
 fn store_that_changes(keep: u32, after: usize) -> (StoreDirectory, Arc<AtomicBool>) {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let mut model = Model { keep, ..Model::default() };
     let mut engine = open(&disk, keep).unwrap();
     for n in 0..u64::from(keep) + 2 {

@@ -1,11 +1,11 @@
 //! Pages that the caller passes one by one, and pages that the writer reads itself, give the same store.
 
-use super::disk::MemoryDisk;
 use super::model::{block, content, image, vm};
 use crate::error::StoreError;
 use crate::writer::{Options, Writer};
 use proptest::prelude::*;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo, PageRuns};
+use rekindle_testing::crash_disk::CrashDisk;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 const PAGES: u64 = 2500;
 const RAM: BlockId = BlockId(0);
 
-fn writer(disk: &MemoryDisk) -> Writer {
+fn writer(disk: &CrashDisk) -> Writer {
     Writer::on_disk(Arc::new(disk.clone()), &Options { create: true, ..Options::new(vm(), "test") }).unwrap()
 }
 
@@ -44,7 +44,7 @@ proptest! {
     fn pages_that_are_read_by_runs_are_those_that_were_there(
         rounds in proptest::collection::vec((proptest::collection::vec((0u64..200, 0u64..900), 1..6), 0u64..5, any::<bool>()), 1..4),
     ) {
-        let disk = MemoryDisk::default();
+        let disk = CrashDisk::default();
         let mut writer = writer(&disk);
         let mut expected = BTreeMap::new();
         for (lengths, salt, by_reading) in rounds {
@@ -84,7 +84,7 @@ proptest! {
 
 #[test]
 fn what_cannot_be_read_is_not_stored_and_the_rest_is() {
-    let disk = MemoryDisk::default();
+    let disk = CrashDisk::default();
     let mut writer = writer(&disk);
     let mut checkpoint = writer.begin(&[block("ram", 8)]).unwrap();
     let fill = |runs: &PageRuns, room: &mut [u8]| {

@@ -1,10 +1,11 @@
 use super::*;
 use rekindle_disk::redo::directory::LogDirectory;
-use rekindle_disk::redo::files::{LocalFiles, LogFile};
+use rekindle_disk::redo::files::LocalFiles;
 use rekindle_disk::redo::format::{EntryKind, PAGE_BYTES, segment_name};
 use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::offline;
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rekindle_qemu::command::Ram;
 use std::fs::{File, OpenOptions};

@@ -1,6 +1,7 @@
 //! Files in memory, of which each operation is a step of the model.
 
-use crate::redo::files::{FileStart, LogFile, LogFiles};
+use crate::redo::files::{FileStart, LogFiles};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_testing::crash_disk::{CrashDisk, CrashFile};
 use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::io;
@@ -38,7 +39,7 @@ impl StepFile {
     }
 }
 
-impl LogFile for StepFile {
+impl DurableFile for StepFile {
     fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
         self.checks.steps.fetch_add(1, Ordering::SeqCst);
         self.file.read_at(target, offset)
@@ -54,8 +55,9 @@ impl LogFile for StepFile {
         self.file.zero(offset, len, hole)
     }
 
-    fn reserve(&self, len: u64) {
-        self.file.reserve(len);
+    fn truncate(&self, len: u64) -> io::Result<()> {
+        self.step(false);
+        self.file.truncate(len)
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -109,7 +111,7 @@ impl LogFiles for StepFiles {
     }
 
     fn create_directory(&self) -> io::Result<()> {
-        self.memory.create_directory()
+        LogFiles::create_directory(&self.memory)
     }
 
     fn claim(&self) -> io::Result<Option<Claim>> {
@@ -121,7 +123,7 @@ impl LogFiles for StepFiles {
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
-        self.memory.list()
+        LogFiles::list(&self.memory)
     }
 
     fn create(&self, name: &str) -> io::Result<StepFile> {
@@ -146,6 +148,6 @@ impl LogFiles for StepFiles {
     }
 
     fn remove_directory(&self) -> io::Result<()> {
-        self.memory.remove_directory()
+        LogFiles::remove_directory(&self.memory)
     }
 }

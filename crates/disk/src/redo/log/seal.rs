@@ -8,9 +8,9 @@
 //! ```
 
 use super::{Log, Segment};
-use crate::redo::files::LogFile;
 use crate::redo::format::{seal_length, segment_name, write_seal};
 use crate::report::warn_limited;
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
 use std::io;
@@ -53,7 +53,7 @@ pub struct SegmentToSeal<F> {
     entry_offsets: Vec<u64>,
 }
 
-impl<F: LogFile> SegmentToSeal<F> {
+impl<F: DurableFile> SegmentToSeal<F> {
     /// Writes the seal record, and waits until entries and record are durable. `directory` is the log's directory,
     /// for messages.
     ///

@@ -2,13 +2,14 @@
 //! can be opened with its content until a newer epoch is committed.
 
 use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, initial_content, initial_image, unwritten};
+use crate::block::SECTOR;
 use crate::redo::error::RedoError;
-use crate::redo::format::EntryKind;
+use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRng, TestRunner};
-use rekindle_testing::crash_disk::{CrashDisk, Fate, PowerFailure, Step, power_failures};
+use rekindle_testing::crash_disk::{CrashDisk, Fate, PowerFailure, Step, power_failures, random_power_failure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use uuid::Uuid;
@@ -157,7 +158,7 @@ impl History {
     /// `continues`: the server then also writes. `crash`: for messages.
     fn check(&self, count: usize, fates: &BTreeMap<usize, Fate>, continues: bool, crash: &str) {
         let around = self.guarantees_around(count);
-        let context = || format!("{crash}, after step {count} ({:?} next)", self.steps.get(count).map(describe));
+        let context = || format!("{crash}, after step {count} ({:?} next)", self.steps.get(count).map(Step::to_string));
         let disk = CrashDisk::after_crash(&initial_image(), &self.steps, count, fates);
         let opened =
             open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap_or_else(|e| panic!("{}: {e}", context()));
@@ -217,20 +218,9 @@ impl History {
     }
 }
 
-fn describe(step: &Step) -> String {
-    match step {
-        Step::Write(file, offset, bytes) => format!("Write({file}, {offset}, {} bytes)", bytes.len()),
-        _ => format!("{step:?}"),
-    }
-}
-
-fn runner() -> TestRunner {
-    let random = TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha);
-    TestRunner::new_with_rng(Config::default(), random)
-}
-
 fn random_histories(count: usize, actions: usize) -> Vec<History> {
-    let mut runner = runner();
+    let random = TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha);
+    let mut runner = TestRunner::new_with_rng(Config::default(), random);
     let histories = proptest::collection::vec(action(), actions);
     (0..count).map(|_| make_history(&histories.new_tree(&mut runner).unwrap().current())).collect()
 }
@@ -248,7 +238,7 @@ fn killed_at_every_step() {
                     history.check(
                         count + 1,
                         &BTreeMap::from([(count, Fate::Torn(sectors))]),
-                        false,
+                        true,
                         "killed in a write",
                     );
                 }
@@ -273,16 +263,24 @@ fn power_lost_at_every_step() {
 #[test]
 fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
     let random_histories = random_histories(24, 60);
-    let mut runner = runner();
-    let fates = prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)];
-    let cases = (any::<prop::sample::Index>(), any::<prop::sample::Index>(), proptest::collection::vec(fates, 48));
+    let mut random = fastrand::Rng::with_seed(0);
     for n in 0..600 {
-        let (which, count, fates) = cases.new_tree(&mut runner).unwrap().current();
-        let history = &random_histories[which.index(random_histories.len())];
-        let count = count.index(history.steps.len() + 1);
-        let volatile = CrashDisk::volatile(&history.steps, count);
-        let fates: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
-        history.check(count, &fates, n % 4 == 0, &format!("{fates:?}"));
+        let history = &random_histories[random.usize(..random_histories.len())];
+        let (count, PowerFailure { fates, description }) = random_power_failure(&history.steps, &mut random);
+        history.check(count, &fates, n % 4 == 0, &description);
+    }
+}
+
+#[test]
+fn a_segment_with_any_part_of_its_head_is_removed() {
+    let history = make_history(&[Action::Write { sector: 0, sectors: 8, kind: EntryKind::Data }]);
+    let created = history.steps.iter().position(|step| matches!(step, Step::AddName(name, _) if name == "1.log"));
+    let head = created.unwrap() + 1;
+    assert!(matches!(&history.steps[head], Step::Write(_, 0, page) if page.len() == PAGE_BYTES as usize));
+    for written_sectors in 0..=PAGE_BYTES / SECTOR {
+        let fates = BTreeMap::from([(head, Fate::Torn((1 << written_sectors) - 1))]);
+        // The next server merges and removes this segment.
+        history.check(head + 1, &fates, true, &format!("{written_sectors} sectors of the head are written"));
     }
 }
 

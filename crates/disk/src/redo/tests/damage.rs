@@ -1,16 +1,20 @@
 //! Logs that are damaged or full, belong to another disk, or cannot be written.
 
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
+use crate::block::SECTOR;
 use crate::redo::directory::LogDirectory;
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
 use crate::redo::log::SpaceLimit;
 use crate::redo::recover::{DiskVersion, RecoveredLog, open};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_testing::crash_disk::CrashDisk;
 use uuid::Uuid;
 
 /// A limit of the log that no test of an open disk reaches.
 const LIMIT: u64 = 1 << 30;
+/// Bytes of a segment's head up to the end of its checksum; the remaining bytes of its page are zeros.
+const HEAD_BYTES: usize = 68;
 
 /// Returns a disk with two epochs, of which the first is sealed, and a flushed write.
 fn model() -> ProtectedDisk {
@@ -84,6 +88,25 @@ fn one_damaged_slot_is_tolerated_and_two_are_an_error() {
     }
     model.disk.change("state", |bytes| bytes.iter_mut().for_each(|byte| *byte ^= 1));
     assert!(matches!(open(model.disk, BYTES, DiskVersion::Newest, LIMIT), Err(RedoError::DamagedState { .. })));
+}
+
+#[test]
+fn a_file_with_the_name_of_a_merged_segment_is_removed_only_if_its_head_is_valid() {
+    let mut model = model();
+    let head = model.disk.content("1.log").unwrap()[..SECTOR as usize].to_vec();
+    model.commit(1).unwrap();
+    assert!(!model.disk.names().contains(&"1.log".into()));
+    let file = model.disk.create("1.log").unwrap();
+    let remove_done = || model.log_dir.lock().unwrap().as_ref().unwrap().remove_done();
+    let changed = |at: usize| head.iter().enumerate().map(|(n, byte)| byte ^ u8::from(n == at)).collect::<Vec<_>>();
+    for at in 0..HEAD_BYTES {
+        file.write_at(&changed(at), 0).unwrap();
+        assert!(matches!(remove_done(), Err(RedoError::Io { .. })), "byte {at}");
+        assert_eq!(model.disk.content("1.log").unwrap(), changed(at));
+    }
+    file.write_at(&head, 0).unwrap();
+    remove_done().unwrap();
+    assert!(!model.disk.names().contains(&"1.log".into()));
 }
 
 #[test]

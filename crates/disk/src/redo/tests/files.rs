@@ -1,40 +1,18 @@
-//! The file layer on a disk in memory that can lose power.
+//! The file layer on a disk in memory that can lose power. The log's directory is the disk's topmost one.
 
-use crate::redo::files::{FileStart, LogFile, LogFiles};
-use rekindle_testing::crash_disk::{CrashDisk, CrashFile};
+use crate::redo::files::{FileStart, LogFiles};
+use rekindle_testing::crash_disk::{CrashDisk, CrashFile, OUTSIDE};
 use std::io;
 use std::path::Path;
 
-impl LogFile for CrashFile {
-    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
-        Self::read_at(self, target, offset)
-    }
-
-    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        Self::write_at(self, bytes, offset)
-    }
-
-    fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
-        Self::zero(self, offset, len, hole)
-    }
-
-    fn reserve(&self, _len: u64) {}
-
-    fn sync(&self) -> io::Result<()> {
-        Self::sync(self)
-    }
-
-    fn length(&self) -> io::Result<u64> {
-        Self::length(self)
-    }
-}
+const DIRECTORY: &str = "";
 
 impl LogFiles for CrashDisk {
     type File = CrashFile;
     type Claim = ();
 
     fn claim(&self) -> io::Result<Option<()>> {
-        Ok(self.exists().then_some(()))
+        Ok(self.has_directory(DIRECTORY).then_some(()))
     }
 
     fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>> {
@@ -49,7 +27,8 @@ impl LogFiles for CrashDisk {
     }
 
     fn create_directory(&self) -> io::Result<()> {
-        Self::create_directory(self)
+        Self::create_directory(self, DIRECTORY)?;
+        self.sync_directory(OUTSIDE)
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
@@ -69,10 +48,11 @@ impl LogFiles for CrashDisk {
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.sync_directory()
+        self.sync_directory(DIRECTORY)
     }
 
     fn remove_directory(&self) -> io::Result<()> {
-        Self::remove_directory(self)
+        Self::remove_directory(self, DIRECTORY)?;
+        self.sync_directory(OUTSIDE)
     }
 }

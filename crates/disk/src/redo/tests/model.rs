@@ -11,6 +11,7 @@ use crate::redo::log::seal::SealRecord;
 use crate::redo::log::{Log, LogEntry, ReclaimedSpace, SpaceLimit, SyncOutcome};
 use crate::redo::merge::{MergeTarget, merge};
 use crate::redo::recover::{self, DiskVersion, RecoveredLog};
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rekindle_testing::crash_disk::{CrashDisk, CrashFile};
 use std::collections::{BTreeMap, BTreeSet};

@@ -4,6 +4,7 @@
 //! its writes are durable and listed in the segment.
 
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
+use crate::block::SECTOR;
 use crate::redo::directory::LogDirectory;
 use crate::redo::epoch_state::tests::{ranges, slot};
 use crate::redo::epoch_state::{EpochRange, EpochState, FORMAT};
@@ -79,10 +80,12 @@ fn a_flipped_bit_in_a_sealed_epoch_is_an_error_and_not_older_data() {
 fn a_truncated_segment_of_a_sealed_epoch_is_an_error() {
     for epoch in [1, 2] {
         let name = format!("{epoch}.log");
-        for pages in 0..length(&model(), &name) / PAGE_BYTES as usize {
+        let within_head = SECTOR as usize;
+        for bytes_left in (0..length(&model(), &name)).step_by(PAGE_BYTES as usize).chain([within_head]) {
             let model = model();
-            model.disk.change(&name, |bytes| bytes.truncate(pages * PAGE_BYTES as usize));
-            check_rejected(&model, epoch, &format!("{name} of {pages} pages"));
+            model.disk.change(&name, |bytes| bytes.truncate(bytes_left));
+            check_rejected(&model, epoch, &format!("{name} of {bytes_left} bytes"));
+            assert_eq!(length(&model, &name), bytes_left, "a damaged segment is kept");
         }
     }
 }

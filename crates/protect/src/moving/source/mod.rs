@@ -12,9 +12,9 @@
 mod final_pause;
 mod precopy;
 
-use super::protocol::{Answer, Hello, Message, Running, VERSION};
+use super::protocol::{Answer, Hello, Message, VERSION};
 use super::remote::Connection;
-use super::{ConnectionError, DestinationReport, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
+use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
 use crate::identity_paths::IdentityPaths;
 use crate::owned::OwnerRecord;
 use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
@@ -117,10 +117,7 @@ pub fn start(
 fn report(name: &Name, settings: &MoveSettings, moved: MovedGuest, started_us: u64) -> MoveReport {
     let MovedGuest { last_checkpoint, running, message_sent_us, answered_us } = moved;
     let resumed_us = answered_us.saturating_sub(running.as_ref().map_or(0, |running| running.answered_after_us));
-    let destination = running.map(|running| {
-        let Running { resumed_after_us, pid, prepared, loaded_before_commit, unused_reason, clock, .. } = running;
-        DestinationReport { pid, resumed_after_us, prepared, loaded_before_commit, unused_reason, clock }
-    });
+    let destination = running.map(|running| running.report);
     let (stopped_host_us, read, commit) =
         (last_checkpoint.stopped_host_us, last_checkpoint.stopped_us, last_checkpoint.commit_us);
     MoveReport {

@@ -5,6 +5,7 @@
 
 mod connection;
 
+use super::DestinationReport;
 use super::protocol::{Answer, Go, Hello, Message, Running, VERSION};
 use super::stopped_state::StoppedState;
 use crate::error::with_causes;
@@ -250,13 +251,15 @@ impl<'a> IncomingVm<'a> {
                 self.may_have_qemu = false;
                 let total_us = started.elapsed().as_micros() as u64;
                 Answer::Running(Running {
-                    resumed_after_us: restored.resumed_after_us,
                     answered_after_us: total_us.saturating_sub(restored.resumed_after_us),
-                    pid: restored.pid,
-                    prepared: restored.prepared,
-                    loaded_before_commit: load_time == LoadTime::BeforeCommit,
-                    unused_reason: restored.unused_reason,
-                    clock: restored.clock,
+                    report: DestinationReport {
+                        pid: restored.pid,
+                        resumed_after_us: restored.resumed_after_us,
+                        prepared: restored.prepared,
+                        loaded_before_commit: load_time == LoadTime::BeforeCommit,
+                        unused_reason: restored.unused_reason,
+                        clock: restored.clock,
+                    },
                 })
             }
             Err(e) => {
