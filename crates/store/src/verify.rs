@@ -1,8 +1,18 @@
-//! Verifies every byte of a store that is in use.
+//! Verifies every byte of a store that is in use, without stopping its owner, the process that writes the store.
+//!
+//! A store has a *log*, whose newest entry has a *manifest*: the kept checkpoints, and the *segments*, which are the
+//! files of their pages. Where the pages are is stored twice. Each segment has *directories* of the pages written to
+//! it. A *base index* collects the directories up to some checkpoint, so that a store opens faster; without it, or if
+//! it is damaged, the directories suffice. [`verify`] checks the log, the segments' directories and the base indices;
+//! then the pages of each checkpoint, each page once, found by both ways.
+//!
+//! Meanwhile the owner may drop checkpoints and move pages to other segments. An error about a file or checkpoint that
+//! a newer manifest does not list any more ([`is_replaced`]) is therefore no damage.
 
 use crate::checkpoints::{SelectedCheckpoint, is_replaced, read_table};
 use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
+use crate::format::base::{IndexEntry, Location};
 use crate::format::entry::{Kind, Section};
 use crate::format::names;
 use crate::format::page::unpack;
@@ -38,21 +48,22 @@ impl Verified {
         self.bad.is_empty()
     }
 
-    /// Returns the value of a successful check. Records the error of a failed check, unless a file was only replaced.
+    /// Returns the value of a successful check. Records the error of a failed check.
     fn note<T>(&mut self, store: &StoreDirectory, result: Result<T>) -> Option<T> {
-        match result {
-            Ok(value) => Some(value),
-            Err(e) if is_replaced(store, &e) => None,
-            Err(e) => {
-                let mut text = e.to_string();
-                if let Some(cause) = std::error::Error::source(&e) {
-                    text += &format!(": {cause}");
-                }
-                if !self.bad.contains(&text) {
-                    self.bad.push(text);
-                }
-                None
-            }
+        result.inspect_err(|e| self.note_error(store, e)).ok()
+    }
+
+    /// Records an error once, unless the owner has only replaced what it is about.
+    fn note_error(&mut self, store: &StoreDirectory, error: &StoreError) {
+        if is_replaced(store, error) {
+            return;
+        }
+        let mut text = error.to_string();
+        if let Some(cause) = std::error::Error::source(error) {
+            text += &format!(": {cause}");
+        }
+        if !self.bad.contains(&text) {
+            self.bad.push(text);
         }
     }
 }
@@ -70,7 +81,9 @@ pub(crate) fn verify(store: &StoreDirectory, mut progress: impl FnMut(u64, u64))
         result => verified.note(store, result),
     };
     let Some(SelectedCheckpoint { manifest, skipped_damage, .. }) = newest else { return Ok(verified) };
-    verified.note(store, skipped_damage.map_or(Ok(()), Err));
+    if let Some(damage) = skipped_damage {
+        verified.note_error(store, &damage);
+    }
     for extent in &manifest.segments {
         verified.note(store, check_segment(store, *extent));
     }
@@ -108,8 +121,8 @@ struct PageVerifier<'a> {
 }
 
 impl PageVerifier<'_> {
-    /// Checks a checkpoint. The owner may remove the checkpoint or move its pages to other segments meanwhile. The check
-    /// is then repeated on the current state.
+    /// Checks a checkpoint. If the owner removes it meanwhile, there is nothing to check. If the owner moves its pages,
+    /// the check is repeated with their new locations.
     fn verify_checkpoint(&mut self, number: u64) {
         for attempt in 1.. {
             match self.try_verify(number) {
@@ -140,37 +153,37 @@ impl PageVerifier<'_> {
         read_table(store, &selected.entry)?;
         let image = LocalImage::open(store.clone(), Some(number))?;
         let open_segments = OpenSegments::default();
-        let plain_index = Index::build(store, &open_segments, &selected.manifest, image.table(), BaseIndexUse::Never)?;
-        let pages = self.find_unchecked_pages(&image, &plain_index);
+        let index_of_directories =
+            Index::build(store, &open_segments, &selected.manifest, image.table(), BaseIndexUse::Never)?;
+        let pages = self.find_unchecked_pages(&image, &index_of_directories);
         self.read_pages(&image, &pages);
         Ok(())
     }
 
-    /// Checks that the index of the image, which may use a base index, agrees with `plain_index`, which is built from
-    /// the directories of the segments. Returns the pages that were not checked yet, in the order of their locations on
-    /// the disk.
-    fn find_unchecked_pages(&mut self, image: &LocalImage, plain_index: &Index) -> Vec<PageId> {
+    /// Looks up each page in `index_of_directories` and in the index of the image, which uses a base index if there is
+    /// one. Both must agree. Returns the pages that were not checked yet, in the order of their locations on the disk.
+    fn find_unchecked_pages(&mut self, image: &LocalImage, index_of_directories: &Index) -> Vec<PageId> {
         let store = self.store;
-        let mut unchecked: Vec<(u64, PageId)> = Vec::new();
-        for block in (0..plain_index.blocks()).map(BlockId) {
-            for page in (0..plain_index.pages(block).unwrap_or(0)).map(PageNo) {
+        let mut unchecked: Vec<(Location, PageId)> = Vec::new();
+        for block in (0..index_of_directories.blocks()).map(BlockId) {
+            for page in (0..index_of_directories.pages(block).unwrap_or(0)).map(PageNo) {
                 let id = (block, page);
-                let Some(entry) = self.verified.note(store, plain_index.find(store, id)) else { continue };
-                let by_base = image.with_index(|index| index.find(store, id));
-                if let Some(by_base) = self.verified.note(store, by_base)
-                    && by_base.digest != entry.digest
-                {
-                    self.note_wrong_base(plain_index.number, id);
+                let found_by_directories = self.verified.note(store, index_of_directories.find(store, id));
+                let Some(IndexEntry { location, digest }) = found_by_directories else { continue };
+                let found_by_base = image.with_index(|index| index.find(store, id));
+                if self.verified.note(store, found_by_base).is_some_and(|entry| entry.digest != digest) {
+                    self.note_wrong_base(index_of_directories.number, id);
                 }
-                if entry.location.len() != 0
-                    && let Some(extent) = plain_index.segments.get(entry.location.segment())
-                    && self.checked.insert((extent.number, entry.location.offset()))
+                // A page of zeros has no stored bytes.
+                if location.len() != 0
+                    && let Some(segment) = index_of_directories.segments.get(location.segment())
+                    && self.checked.insert((segment.number, location.offset()))
                 {
-                    unchecked.push((entry.location.0, id));
+                    unchecked.push((location, id));
                 }
             }
         }
-        unchecked.sort_unstable();
+        unchecked.sort_unstable_by_key(|(location, id)| (location.0, *id));
         unchecked.into_iter().map(|(_, id)| id).collect()
     }
 
@@ -183,7 +196,7 @@ impl PageVerifier<'_> {
         ));
     }
 
-    /// Reads pages and checks their digests.
+    /// Reads pages and checks their digests. A page that fails is read again alone, for an error that names it.
     fn read_pages(&mut self, image: &LocalImage, pages: &[PageId]) {
         let mut content = [0; PAGE_SIZE];
         for ids in pages.chunks(PAGES_PER_READ) {
@@ -196,7 +209,7 @@ impl PageVerifier<'_> {
                     }
                 }
             } else {
-                // Each page is read alone, to find the damaged ones.
+                // At least one of them is unreadable.
                 for id in ids {
                     self.verified.note(self.store, image.read_page(*id, &mut content));
                 }

@@ -1,4 +1,20 @@
-//! One thread under ptrace. While it is stopped, its registers are either its own or those of an injected call.
+//! One thread of another process under ptrace, which is made to execute system calls: *injected* calls.
+//!
+//! The kernel gives a stopped thread whatever registers ptrace sets, and continues with them on resumption. A
+//! [`Tracee`] therefore always knows which ones are in place ([`RegistersInPlace`]):
+//!
+//! ```text
+//!            halt            set_call            enter_call
+//! running ─────────> Own ───────────────> Call ──────────────> CallAtEntry
+//!    ^                │ ^                  │ ^                    │  │
+//!    └─ deliver, ─────┘ │                  │ └─── finish_call ────┘  │ cancel: the kernel executes no call
+//!       resume, drop    ├ restore_registers┘    (the call returns)   │
+//!                       └────────────────────────────────────────────┘
+//! ```
+//!
+//! A thread must never be released in another state than `Own`: dropping a [`Tracee`] leads back there from each. If
+//! the tracer dies, the thread restores itself from a *signal frame*, the registers in the form in which the kernel
+//! stores them for a signal handler, which [`Tracee::prepare_return`] has written to the thread's stack.
 
 use super::Call;
 use super::frame::{
@@ -14,7 +30,8 @@ use std::ptr::{null_mut, without_provenance_mut};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Makes the kernel restart the system call unless a signal handler runs (`linux/errno.h`; never visible to a program).
+/// Result with which the kernel restarts a system call unless a signal handler runs (`linux/errno.h`); never visible to
+/// a program.
 const ERESTARTNOHAND: i64 = 514;
 /// Value of the code segment register in 64-bit programs.
 const USER64_CS: u64 = 0x33;
@@ -88,6 +105,18 @@ impl From<io::Error> for Cancelled {
     }
 }
 
+/// Which registers a thread has while it is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RegistersInPlace {
+    /// Its own.
+    Own,
+    /// Those of an injected call, which the thread has not entered, or which has returned.
+    Call,
+    /// Those of an injected call that the thread is entering. On resumption the kernel executes the call with the
+    /// registers that the thread has then, so [`Tracee::cancel`] must first make it no call.
+    CallAtEntry,
+}
+
 /// The call for which the thread's registers were set up.
 #[derive(Debug, Clone, Copy)]
 struct InjectedCall {
@@ -102,13 +131,9 @@ pub(super) struct Tracee {
     tid: c_int,
     /// The thread's own registers while it is stopped.
     own_registers: Option<user_regs_struct>,
-    /// Address of the [`SignalFrame`] that holds them: the stack pointer of injected calls.
+    registers_in_place: RegistersInPlace,
+    /// Address of the [`SignalFrame`] with the thread's own registers: the stack pointer of injected calls.
     frame_address: Option<u64>,
-    /// Whether the thread's registers are those of an injected call.
-    has_injected_registers: bool,
-    /// Whether the thread is stopped at entry to a system call. On resumption the kernel executes that call with the
-    /// registers that the thread has then.
-    is_at_entry: bool,
     /// The call that was set up last.
     injected_call: Option<InjectedCall>,
     /// The signal for which the thread is stopped. It is delivered when the thread is released.
@@ -122,9 +147,8 @@ impl Tracee {
         Ok(Self {
             tid,
             own_registers: None,
+            registers_in_place: RegistersInPlace::Own,
             frame_address: None,
-            has_injected_registers: false,
-            is_at_entry: false,
             injected_call: None,
             signal: 0,
         })
@@ -140,21 +164,23 @@ impl Tracee {
             if stopped.event == libc::PTRACE_EVENT_STOP {
                 break;
             }
-            // A signal is about to be delivered. The thread's own registers are in place, so the delivery is the usual
-            // one.
-            let mut registers = self.registers()?;
-            if make_restartable(&mut registers) {
-                self.set_registers(&registers)?;
-            }
+            // A signal is about to be delivered, as usual: the thread has its own registers.
+            self.make_restartable()?;
             ptrace(libc::PTRACE_CONT, self.tid, 0, stopped.signal as usize)?;
         }
-        let mut registers = self.registers()?;
-        if make_restartable(&mut registers) {
-            // Immediately, so that the call is restarted also if the tracer dies before it injects one.
-            self.set_registers(&registers)?;
-        }
+        // Immediately, so that the call is restarted also if the tracer dies before it injects one.
+        let registers = self.make_restartable()?;
         self.own_registers = Some(registers);
         Ok(true)
+    }
+
+    /// Applies [`make_restartable`] to the stopped thread. Returns its registers.
+    fn make_restartable(&self) -> io::Result<user_regs_struct> {
+        let mut registers = self.registers()?;
+        if make_restartable(&mut registers) {
+            self.set_registers(&registers)?;
+        }
+        Ok(registers)
     }
 
     /// Writes the signal frame from which the thread restores itself if the tracer dies during an injected call.
@@ -205,6 +231,7 @@ impl Tracee {
         let Some(section) = section else { return false };
         match (read_word(section + 8), read_word(section + 16)) {
             (Some(start), Some(length)) => own_registers.rip.wrapping_sub(start) < length,
+            // Where the sequence lies is unknown: the thread may be inside it.
             _ => true,
         }
     }
@@ -232,7 +259,8 @@ impl Tracee {
             ..own_registers
         };
         self.injected_call = Some(InjectedCall { instruction, call });
-        self.has_injected_registers = true;
+        // Before the attempt: a failed one may have set some of them.
+        self.registers_in_place = RegistersInPlace::Call;
         self.set_registers(&call_registers)
     }
 
@@ -250,7 +278,7 @@ impl Tracee {
             return Err(Cancelled::Late);
         };
         if stopped.is_system_call() {
-            self.is_at_entry = true;
+            self.registers_in_place = RegistersInPlace::CallAtEntry;
             if self.is_at(OP_ENTRY)? {
                 return Ok(EntryStop::AtCall);
             }
@@ -271,7 +299,7 @@ impl Tracee {
     /// this function waits: a thread inside the kernel cannot get its own registers back, and would continue with ours.
     pub(super) fn finish_call(&mut self, deadline: Instant) -> Result<Option<i64>, Cancelled> {
         let mut is_late = false;
-        self.is_at_entry = false;
+        self.registers_in_place = RegistersInPlace::Call;
         loop {
             ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
             let stopped = match wait_for_stop(self.tid, Some(deadline))? {
@@ -287,7 +315,8 @@ impl Tracee {
                 continue;
             }
             if !self.is_at(OP_EXIT)? {
-                self.is_at_entry = true;
+                // It may be the entry of another call, which must not be executed.
+                self.registers_in_place = RegistersInPlace::CallAtEntry;
                 self.cancel()?;
                 return Err(Cancelled::Elsewhere);
             }
@@ -339,7 +368,7 @@ impl Tracee {
         // with those of the call.
         let stopped = wait_without_deadline(self.tid)?;
         if stopped.is_system_call() {
-            self.is_at_entry = true;
+            self.registers_in_place = RegistersInPlace::CallAtEntry;
             return self.cancel();
         }
         if stopped.event == 0 {
@@ -348,12 +377,12 @@ impl Tracee {
         self.restore_registers()
     }
 
-    /// Cancels the system call at whose entry the thread is stopped: the kernel executes none, and the thread gets its
-    /// own registers back.
+    /// Cancels the system call at whose entry the thread is stopped: the kernel executes none (number -1), and at its
+    /// exit the thread gets its own registers back.
     fn cancel(&mut self) -> io::Result<()> {
         let registers = self.registers()?;
         self.set_registers(&user_regs_struct { orig_rax: u64::MAX, ..registers })?;
-        self.is_at_entry = false;
+        self.registers_in_place = RegistersInPlace::Call;
         loop {
             ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
             if wait_without_deadline(self.tid)?.is_system_call() {
@@ -376,9 +405,11 @@ impl Tracee {
 
     /// Gives the thread its own registers back, if it has those of an injected call.
     fn restore_registers(&mut self) -> io::Result<()> {
-        if let Some(own_registers) = self.own_registers.filter(|_| self.has_injected_registers) {
+        if self.registers_in_place != RegistersInPlace::Own
+            && let Some(own_registers) = self.own_registers
+        {
             self.set_registers(&own_registers)?;
-            self.has_injected_registers = false;
+            self.registers_in_place = RegistersInPlace::Own;
         }
         Ok(())
     }
@@ -432,7 +463,7 @@ impl Drop for Tracee {
     fn drop(&mut self) {
         // The errors are ignored: the thread may have been killed. If it is not stopped, the kernel releases it when
         // the tracing thread ends. On release the kernel checks for signals and for a system call to restart.
-        if self.is_at_entry {
+        if self.registers_in_place == RegistersInPlace::CallAtEntry {
             let _ = self.cancel();
         }
         let _ = self.restore_registers();
@@ -440,11 +471,12 @@ impl Drop for Tracee {
     }
 }
 
-/// Makes a call that Linux does not restart restartable, unless a handler runs. Returns whether the thread was in such
-/// a call, so that the registers are changed.
+/// Has the kernel restart the call that the stop has interrupted, if it is one of those that Linux ends with `EINTR` on
+/// any stop. If a signal handler runs first, the call still returns `EINTR`. Returns whether the registers changed.
 fn make_restartable(registers: &mut user_regs_struct) -> bool {
-    let is_interrupted = registers.orig_rax as i64 >= 0 && registers.rax as i64 == -i64::from(libc::EINTR);
-    if !is_interrupted || !super::thread::NEVER_RESTARTED.contains(&(registers.orig_rax as i64)) {
+    let interrupted_call = registers.orig_rax as i64;
+    let returns_eintr = interrupted_call >= 0 && registers.rax as i64 == -i64::from(libc::EINTR);
+    if !returns_eintr || !super::thread::NEVER_RESTARTED.contains(&interrupted_call) {
         return false;
     }
     registers.rax = -ERESTARTNOHAND as u64;

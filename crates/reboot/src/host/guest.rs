@@ -3,8 +3,23 @@
 //!
 //! ```text
 //! PreparedSuspend ──save──> SavedGuest ──end──> only the saved state is left
-//!        └─cancel               └─undo: the guest runs again
+//!  guest runs │              guest stopped │     QEMU has ended
+//!             └─cancel                     └─undo: the guest runs again
 //! ```
+//!
+//! | method | RAM | device state (everything else of a guest) |
+//! |---|---|---|
+//! | warm | stays in memory that survives the host's reboot; digests of its pages show damage | file next to the RAM |
+//! | saved | in one file with the device state | the same file |
+//! | cold | none: the guest is shut down, and booted after the host | none |
+//!
+//! A suspend is the first half of a *hand-over*, which moves a guest from its *source* QEMU to another one; the second
+//! half follows after the reboot. The code for replacing a QEMU does the work:
+//! - [`Replacement`]: a VM that has passed its checks and is locked, with its source QEMU.
+//! - [`Handover`]: the hand-over in progress. Its *journal* records each step durably before it happens, so that
+//!   `rekindle recover` can finish or undo it after a crash. Its *recorder* notes how long the steps take. Tests can
+//!   crash the process where it calls `pass`.
+//! - [`SuspendedGuest`]: the guest's entry in the host's record, from which it is resumed after the reboot.
 
 use super::RebootMethod;
 use super::digests::EarlyDigests;
@@ -40,32 +55,10 @@ use rekindle_vm::{disks, ram};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Upper limit of the bytes written next to a guest's RAM besides digests: the device state, with video memory.
-const MAX_STREAM_BYTES: u64 = 64 << 20;
+/// Upper limit of the bytes of a device state, with video memory.
+const MAX_DEVICE_STATE_BYTES: u64 = 64 << 20;
 /// A digest takes eight bytes for each page of 4 KiB.
 const RAM_BYTES_PER_DIGEST_BYTE: u64 = 4096 / 8;
-
-/// Returns the kind of the operation that suspends a guest by this method.
-pub(super) fn suspend_kind(how: RebootMethod) -> Kind {
-    match how {
-        RebootMethod::Warm => Kind::HostWarm,
-        RebootMethod::Saved => Kind::HostSaved,
-        RebootMethod::Cold => Kind::HostCold,
-    }
-}
-
-/// Runs the preflight of a suspend of VM `name`, the checks before anything is stopped. Changes nothing.
-pub(super) fn preflight(host: &Host, name: &str, how: RebootMethod) -> Result<Replacement, RebootError> {
-    let operation = format!("host suspend --how {how}");
-    let options = ReplaceOptions::same_qemu(how);
-    let replacement = begin(host, name, &operation, &options, |path| Binary::probe_cached(path, &host.binaries()))?;
-    if how == RebootMethod::Warm {
-        let ram = &replacement.locked_vm.state.hardware.ram;
-        let ram_directory = RamDirectory::at(ram.path.parent().unwrap_or(Path::new("/")))?;
-        ram_directory.check_room(ram.bytes / RAM_BYTES_PER_DIGEST_BYTE + MAX_STREAM_BYTES)?;
-    }
-    Ok(replacement)
-}
 
 /// A running guest whose suspend is prepared as far as possible.
 pub(super) struct PreparedSuspend {
@@ -74,9 +67,10 @@ pub(super) struct PreparedSuspend {
     /// `None` if the guest is to be shut down: QEMU serves one client at a time, and the shutdown connects itself.
     qmp: Option<Qmp>,
     cpu: cpu::Features,
+    /// Digests of the RAM's pages, taken while the guest runs, so that few are left to be taken while it is stopped.
     early_digests: Option<EarlyDigests>,
     /// Files that the source QEMU has mapped, which the next one will need.
-    files: Vec<PathBuf>,
+    mapped_files: Vec<PathBuf>,
     /// Reason why the guest is to be shut down although another method was requested.
     fell_back: Option<String>,
 }
@@ -110,8 +104,8 @@ impl PreparedSuspend {
             Ok(handover) => {
                 handover.pass("host.suspend.journalled");
                 let qmp = (how != RebootMethod::Cold).then_some(qmp);
-                let files = mapped_files(&replacement.source_qemu);
-                Ok(Self { replacement, handover, qmp, cpu, early_digests, files, fell_back })
+                let mapped_files = mapped_files(&replacement.source_qemu);
+                Ok(Self { replacement, handover, qmp, cpu, early_digests, mapped_files, fell_back })
             }
             Err(e) => {
                 discard_digests(early_digests);
@@ -139,19 +133,26 @@ impl PreparedSuspend {
     /// Stops the guest and saves it; its QEMU stays, with the guest stopped. With method cold, the guest is shut down
     /// instead, and its QEMU has ended.
     ///
+    /// `token` identifies the suspend.
+    ///
     /// *On failure:* the guest is resumed if its QEMU lives.
     pub(super) fn save(mut self, host: &Host, token: &str) -> Result<SavedGuest, RebootError> {
-        let result = self.stop_and_save(host);
-        let Self { replacement, mut handover, qmp, cpu, early_digests, files, fell_back } = self;
+        let stopped_and_saved = self.stop_and_save(host);
+        let Self { replacement, mut handover, qmp, cpu, early_digests, mapped_files, fell_back } = self;
         // QEMU serves one client at a time, and returning the guest to the source opens another connection.
         drop(qmp);
-        let GuestRemains { saved, page_digests, stopped_host_us } = match result {
+        let GuestRemains { saved, page_digests, stopped_host_us } = match stopped_and_saved {
             Ok(remains) => remains,
             Err(error) => {
                 discard_digests(early_digests);
                 // A guest that was to be shut down and has ended is not lost.
                 let is_shut_down = replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive();
-                return Err(if is_shut_down { error } else { handover.abandon(error).1 });
+                if is_shut_down {
+                    return Err(error);
+                }
+                // Resumes the guest in its source QEMU.
+                let (_, reported_error) = handover.abandon(error);
+                return Err(reported_error);
             }
         };
         let entry = SuspendedGuest {
@@ -167,7 +168,7 @@ impl PreparedSuspend {
             fell_back,
             resume_started: false,
             steps: Vec::new(),
-            files,
+            files: mapped_files,
         };
         handover.journal.operation.saved = entry.saved.clone();
         // A guest that was shut down has no state to resume from.
@@ -224,18 +225,20 @@ impl PreparedSuspend {
 
     /// Saves the device state next to the RAM, which stays in place, and digests of the RAM's pages.
     fn save_in_place(&mut self, qmp: &mut Qmp) -> Result<GuestRemains, RebootError> {
-        let [stream_path, digest_path] = state_files(&state_directory(self.state()), self.rundir());
+        let [device_state_path, digest_path] = state_files(&state_directory(self.state()), self.rundir());
         let ram_path = self.state().hardware.ram.path.clone();
-        let blocks = SharedRam { path: ram_path.clone() }.carried_blocks(ramblock::list(qmp)?);
-        let mut stream = StreamWriter::create(stream_path)?;
-        let mut sink = StateSink { feed: None, file: Some(&mut stream) };
-        let source = &self.replacement.source_qemu;
-        let mut source_state = SourceState::prepare(source, qmp, blocks, StreamForm::Own, &mut sink)?;
+        // QEMU's smaller memories, such as firmware and video memory, are not in the RAM file.
+        let small_blocks = SharedRam { path: ram_path.clone() }.carried_blocks(ramblock::list(qmp)?);
+        let mut file = StreamWriter::create(device_state_path)?;
+        // No destination QEMU reads along: `feed`.
+        let mut sink = StateSink { feed: None, file: Some(&mut file) };
+        let source_qemu = &self.replacement.source_qemu;
+        let mut source_state = SourceState::prepare(source_qemu, qmp, small_blocks, StreamForm::Own, &mut sink)?;
         let stopped_host_us = self.stop_guest(qmp)?;
         source_state.begin(qmp)?;
         source_state.send_blocks(&mut sink)?;
-        stream.write(&source_state.send_devices(qmp, None)?.bytes)?;
-        let saved = stream.finish()?;
+        file.write(&source_state.send_devices(qmp, None)?.bytes)?;
+        let saved = file.finish()?;
         self.handover.recorder.step("save devices");
         let digests = self.finish_digests(qmp, &ram_path)?;
         let digest_file = write_page_digests(&digest_path, &digests).map_err(RebootError::file(&digest_path))?;
@@ -278,6 +281,28 @@ impl PreparedSuspend {
     }
 }
 
+/// Returns the kind of the operation that suspends a guest by this method.
+pub(super) fn suspend_kind(how: RebootMethod) -> Kind {
+    match how {
+        RebootMethod::Warm => Kind::HostWarm,
+        RebootMethod::Saved => Kind::HostSaved,
+        RebootMethod::Cold => Kind::HostCold,
+    }
+}
+
+/// Runs the preflight of a suspend of VM `name`, the checks before anything is stopped. Changes nothing.
+pub(super) fn preflight(host: &Host, name: &str, how: RebootMethod) -> Result<Replacement, RebootError> {
+    let operation = format!("host suspend --how {how}");
+    let options = ReplaceOptions::same_qemu(how);
+    let replacement = begin(host, name, &operation, &options, |path| Binary::probe_cached(path, &host.binaries()))?;
+    if how == RebootMethod::Warm {
+        let ram = &replacement.locked_vm.state.hardware.ram;
+        let ram_directory = RamDirectory::at(ram.path.parent().unwrap_or(Path::new("/")))?;
+        ram_directory.check_room(ram.bytes / RAM_BYTES_PER_DIGEST_BYTE + MAX_DEVICE_STATE_BYTES)?;
+    }
+    Ok(replacement)
+}
+
 /// Digests the RAM of a guest while it runs, if its writes can be tracked.
 fn begin_digests(replacement: &mut Replacement, qmp: &mut Qmp) -> Result<Option<EarlyDigests>, RebootError> {
     let rundir = &replacement.locked_vm.rundir;
@@ -295,7 +320,7 @@ fn discard_digests(digests: Option<EarlyDigests>) {
     }
 }
 
-/// A guest whose state is saved, and whose QEMU still exists.
+/// A guest whose state is saved. Its QEMU still exists, with the guest stopped, unless the guest was shut down.
 pub(super) struct SavedGuest {
     replacement: Replacement,
     handover: Handover,
@@ -326,7 +351,7 @@ impl SavedGuest {
     pub(super) fn undo(self) {
         let Self { replacement, mut handover, entry } = self;
         let name = replacement.name().to_owned();
-        let undone = if replacement.source_qemu.is_alive() {
+        let resumed = if replacement.source_qemu.is_alive() {
             if let Some(saved) = &entry.saved {
                 let _ = fs::remove_file(&saved.path);
             }
@@ -337,7 +362,7 @@ impl SavedGuest {
         } else {
             recover_handover(handover).map(drop)
         };
-        if let Err(e) = undone {
+        if let Err(e) = resumed {
             tracing::error!("{name}: cannot resume the guest: {e}; run: rekindle recover {name}");
         }
     }

@@ -1,4 +1,15 @@
 //! `rekindle disk`: runs the server of a disk, and controls running servers over their control sockets.
+//!
+//! A server has two sockets: QEMU connects to one for the guest's requests, and these commands to the *control socket*.
+//! The server's state has words of its own:
+//!
+//! - *redo log*: the writes of a guest of which checkpoints are taken, before they are merged into the image. Each
+//!   checkpoint ends an *epoch* of writes, so the disk of a checkpoint is the image and the epochs up to its own. A
+//!   disk that was *rewound* to an epoch still has later ones; the guest's first write discards them.
+//! - *mapped blocks*: blocks that the guest has cached in its memory, as far as the server knows (the *block map*).
+//! - *retained cache*: the guest's memory, kept after its end, from which the server serves the mapped blocks to the
+//!   guest's next boot, at most for `--attic-keep`.
+//! - *filling*: a guest that was restored from a checkpoint runs while its memory is still being loaded.
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
@@ -51,6 +62,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({"bytes": length}), format!("the disk has {} now", bytes(length)))?;
         }
         Disk::Keep(at) => {
+            // No claim: no other server uses this guest's memory, so the frames that this one does not need are free.
             let blocks: u64 = connect(&at)?.ask(&ControlCommand::KeepCache { claim: None })?;
             let text = format!("{} are retained for the guest's next boot", bytes(blocks * BLOCK_BYTES));
             output.result(&json!({"blocks": blocks}), text)?;
@@ -111,11 +123,11 @@ fn print_planned_merge(output: &Output, image: &Path, value: &Value, amount: Opt
     Ok(output.result(value, format!("{}: {text}\nnothing was changed", image.display()))?)
 }
 
-/// Connects to the server of a disk, named by its VM or by its socket.
+/// Connects to the server of a disk: `VM`, `VM/DISK`, or the path of its control socket.
 fn connect(DiskAt { disk }: &DiskAt) -> Result<Control> {
     let is_name = !disk.is_absolute() && !disk.starts_with(".") && !disk.starts_with("..") && !disk.exists();
-    let Some(text) = disk.to_str().filter(|_| is_name) else { return Ok(Control::connect(disk)?) };
-    let (name, id) = text.split_once('/').map_or((text, None), |(name, id)| (name, Some(id)));
+    let Some(vm_and_disk) = disk.to_str().filter(|_| is_name) else { return Ok(Control::connect(disk)?) };
+    let (name, id) = vm_and_disk.split_once('/').map_or((vm_and_disk, None), |(name, id)| (name, Some(id)));
     let rundir = RunDir::new(&Host::open()?.root, name);
     let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
     let served: Vec<_> = disks::served(&state.hardware).map(|disk| disk.id.as_str()).collect();
@@ -173,13 +185,20 @@ fn control_path(arguments: &DiskServe) -> PathBuf {
     })
 }
 
-/// Converts the arguments.
-fn service(arguments: DiskServe) -> Service {
-    let version = match (arguments.epoch, arguments.disk_id, arguments.since) {
+/// Returns the version of the disk to serve: the newest, or that at the end of an epoch, with or without the writes of a
+/// guest that has resumed from there, whose first epoch is `since`.
+fn version(arguments: &DiskServe) -> DiskVersion {
+    match (arguments.epoch, arguments.disk_id, arguments.since) {
         (Some(epoch), Some(disk), Some(first)) => DiskVersion::Since { epoch, disk, first },
         (Some(epoch), Some(disk), None) => DiskVersion::Epoch { epoch, disk },
+        // The command line requires a disk's identity with an epoch, and an epoch with `since`.
         _ => DiskVersion::Newest,
-    };
+    }
+}
+
+/// Converts the arguments.
+fn service(arguments: DiskServe) -> Service {
+    let version = version(&arguments);
     let control = control_path(&arguments);
     let settings = Settings {
         serial: arguments.serial,
@@ -206,50 +225,46 @@ fn service(arguments: DiskServe) -> Service {
 }
 
 fn describe(status: &Status) -> String {
-    let Status {
-        bytes: length,
-        active,
-        requests_in_progress,
-        mapped_blocks,
-        map_bytes,
-        retained,
-        emptied,
-        waits,
-        broken,
-        unchecked,
-        ..
-    } = status;
-    let state = if *active { "in use" } else { "not in use" };
+    let use_state = if status.active { "in use" } else { "not in use" };
     let mut text = format!(
-        "{}, {state}, {requests_in_progress} requests in progress; {} of its guest's cache are mapped ({} for the map)",
-        bytes(*length),
-        bytes(*mapped_blocks as u64 * BLOCK_BYTES),
-        bytes(*map_bytes as u64)
+        "{}, {use_state}, {} requests in progress; {} of its guest's cache are mapped ({} for the map)",
+        bytes(status.bytes),
+        status.requests_in_progress,
+        bytes(status.mapped_blocks as u64 * BLOCK_BYTES),
+        bytes(status.map_bytes as u64)
     );
-    if let Some((blocks, counts)) = retained.or(emptied.map(|counts| (0, counts))) {
-        text += &format!(
-            "; retained cache: {} left, {} served, {} different from the disk, {} dropped \
-             because the guest needed the memory",
-            bytes(blocks as u64 * BLOCK_BYTES),
-            bytes(counts.served * BLOCK_BYTES),
-            bytes(counts.refused * BLOCK_BYTES),
-            bytes(counts.dropped * BLOCK_BYTES)
-        );
-    }
+    text += &describe_retained_cache(status);
     text += &describe_redo_log(status);
-    if *waits {
+    if status.waits {
         text += "; waits for a restore, which names the disk's epoch";
     }
-    for broken in broken {
+    for broken_queue in &status.broken {
         text += &format!(
             "; queue {} has stopped with an error until the guest resets the disk: {}",
-            broken.queue, broken.why
+            broken_queue.queue, broken_queue.why
         );
     }
-    if *unchecked {
+    if status.unchecked {
         text += "; BUILT WITH unchecked-attic: blocks of the retained cache are served UNCHECKED and damage this guest";
     }
     text
+}
+
+/// Describes the retained cache, or the last one, which is empty now; empty if there was none.
+fn describe_retained_cache(status: &Status) -> String {
+    let (remaining_blocks, counts) = match (status.retained, status.emptied) {
+        (Some((blocks, counts)), _) => (blocks as u64, counts),
+        (None, Some(final_counts)) => (0, final_counts),
+        (None, None) => return String::new(),
+    };
+    format!(
+        "; retained cache: {} left, {} served, {} different from the disk, {} dropped \
+         because the guest needed the memory",
+        bytes(remaining_blocks * BLOCK_BYTES),
+        bytes(counts.served * BLOCK_BYTES),
+        bytes(counts.refused * BLOCK_BYTES),
+        bytes(counts.dropped * BLOCK_BYTES)
+    )
 }
 
 /// Describes the redo log; empty if the disk has none.
@@ -266,8 +281,11 @@ fn describe_redo_log(status: &Status) -> String {
     if redo.rewound {
         text += "; at a checkpoint: later epochs are discarded at the first write";
     }
-    for why in redo.waiting.iter().map(|why| format!("writes wait: {why}")).chain(redo.failed.clone()) {
-        text += &format!("\n{why}");
+    if let Some(why) = &redo.waiting {
+        text += &format!("\nwrites wait: {why}");
+    }
+    if let Some(error) = &redo.failed {
+        text += &format!("\n{error}");
     }
     text
 }

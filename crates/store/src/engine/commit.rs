@@ -4,6 +4,26 @@
 //! sync segments -> plan what the new manifest lists -> append the log entry -> update the state in memory
 //! ----------------------- nothing has changed --------------^ from here on the checkpoint counts
 //! ```
+//!
+//! The pages of checkpoints are *records* in files called *segments*. Everything else of a checkpoint is one entry of
+//! the *log*, a directory of numbered files. The entry contains a *manifest*: the checkpoints that are *kept* (still
+//! restorable) and the segments that they need; what it does not list is removed later. The first entry of an owner of
+//! the store, a process that may write, is its *claim*; its *epoch* counts the owners.
+//!
+//! A RAM *block* is a piece of guest memory; a *cut* is a checkpoint at which a block has become shorter. Segments are
+//! referred to by their *position* in the engine's pool; pages are appended to the *active* one.
+//!
+//! A commit makes its records live, and the records that they replace dying or garbage:
+//!
+//! | state | a record is | bytes are counted in |
+//! |---|---|---|
+//! | live | the newest content of its page | `Segment::live` |
+//! | dying | replaced, but an older kept checkpoint needs it | `Segment::dying`, for each replacing checkpoint |
+//! | garbage | not needed by a kept checkpoint | nothing; a segment that has only garbage is *dead* |
+//!
+//! If it is unknown which records are dying (the store was just opened, or too many were replaced), all records that
+//! are not live count as dying until checkpoint `Segment::history_unknown_until` is the oldest kept one. *Compaction*,
+//! in the background, copies what is not garbage to new segments.
 
 use super::pool::{Role, record_bytes};
 use super::{BlockState, Engine, OpenCheckpoint, PendingPage};
@@ -16,10 +36,10 @@ use crate::log::{self, NotAppended};
 use crate::types::{Committed, now_us};
 use std::time::{Duration, Instant};
 
-/// Limits of what a log entry has in addition to the lists of the store: 16 MiB, 16 MiB and 64 MiB.
-const MAX_DEFINITION_BYTES: usize = 1 << 24;
-const MAX_METADATA_BYTES: usize = 1 << 24;
-const MAX_DEVICE_STATE_BYTES: usize = 1 << 26;
+/// Limits of a checkpoint's contents other than pages.
+const MAX_DEFINITION_BYTES: usize = 16 << 20;
+const MAX_METADATA_BYTES: usize = 16 << 20;
+const MAX_DEVICE_STATE_BYTES: usize = 64 << 20;
 
 /// The contents of a checkpoint other than pages.
 #[derive(Debug, Clone, Default)]
@@ -33,13 +53,28 @@ pub(crate) struct CheckpointState {
 
 /// Changes that the log entry of a commit makes.
 struct CommitPlan {
+    /// Number of the new checkpoint.
+    number: u64,
+    /// Number of its log entry.
+    log_number: u64,
+    checkpoints: PlannedCheckpoints,
+    segments: PlannedSegments,
+}
+
+/// The checkpoints after a commit.
+struct PlannedCheckpoints {
+    /// Ascending; the last one is the new checkpoint.
     kept: Vec<KeptCheckpoint>,
     /// Numbers of log entries that are not needed any more.
     dropped_entries: Vec<u64>,
-    /// Positions of segments that no kept checkpoint needs any more.
-    dead_segments: Vec<usize>,
+}
+
+/// The segments after a commit.
+struct PlannedSegments {
     /// Segments that the new manifest lists.
-    segments: Vec<SegmentExtent>,
+    listed: Vec<SegmentExtent>,
+    /// Positions of segments that no kept checkpoint needs any more.
+    dead: Vec<usize>,
 }
 
 impl Engine {
@@ -76,17 +111,17 @@ impl Engine {
         let started_at = Instant::now();
         let syncing_before = checkpoint.syncing;
         self.sync_checkpoint(checkpoint)?;
-        let number = self.newest() + 1;
-        let log_number = self.newest_entry + 1;
         drop_earlier_contents(checkpoint);
-        let mut plan = self.plan_commit(checkpoint, number, log_number);
-        let entry = self.encode_checkpoint(checkpoint, &plan, state, number, log_number)?;
-        self.append_entry(log_number, &entry.bytes, &mut checkpoint.syncing)?;
+        let mut plan = self.plan_commit(checkpoint);
+        let number = plan.number;
+        let entry = self.encode_checkpoint(checkpoint, &plan, state)?;
+        self.append_entry(plan.log_number, &entry.bytes, &mut checkpoint.syncing)?;
         let appended_at = Instant::now();
-        if let Some(own) = plan.kept.last_mut() {
-            own.footer = entry.footer;
+        if let Some(new_checkpoint) = plan.checkpoints.kept.last_mut() {
+            // Later manifests identify the entry by the checksum in its footer.
+            new_checkpoint.footer = entry.footer;
         }
-        self.apply_commit(checkpoint, plan, number, log_number);
+        self.apply_commit(checkpoint, plan);
         self.log_and_index_bytes += (entry.bytes.len() as u64).next_multiple_of(4096);
         let syncing = checkpoint.syncing;
         Ok(Committed {
@@ -117,39 +152,54 @@ impl Engine {
         synced.map_err(self.store.failed(names::SEGMENTS, "making new segments durable"))
     }
 
-    /// Plans which checkpoints are kept, and which entries and segments are dropped, once checkpoint `number` is log
-    /// entry `log_number`.
-    fn plan_commit(&self, checkpoint: &OpenCheckpoint, number: u64, log_number: u64) -> CommitPlan {
-        let mut all_checkpoints = self.kept.clone();
-        all_checkpoints.push(KeptCheckpoint { number, log_number, footer: 0 });
-        let surplus = all_checkpoints.len().saturating_sub(self.settings.keep as usize);
+    /// Plans the commit of the open checkpoint as the next checkpoint and log entry.
+    fn plan_commit(&self, checkpoint: &OpenCheckpoint) -> CommitPlan {
+        let (number, log_number) = (self.newest() + 1, self.newest_entry + 1);
+        let checkpoints = self.plan_checkpoints(number, log_number);
+        let oldest = checkpoints.kept.first().map_or(number, |kept| kept.number);
+        let segments = self.plan_segments(checkpoint, number, oldest);
+        CommitPlan { number, log_number, checkpoints, segments }
+    }
+
+    /// Keeps the newest checkpoints, as many as configured, and the one that is held.
+    fn plan_checkpoints(&self, number: u64, log_number: u64) -> PlannedCheckpoints {
+        let mut candidates = self.kept.clone();
+        candidates.push(KeptCheckpoint { number, log_number, footer: 0 });
+        let surplus = candidates.len().saturating_sub(self.settings.keep as usize);
         let (mut kept, mut dropped_entries) = (Vec::new(), Vec::new());
-        for (position, candidate) in all_checkpoints.into_iter().enumerate() {
-            if position >= surplus || self.held == Some(candidate.number) {
+        for (age_rank, candidate) in candidates.into_iter().enumerate() {
+            if age_rank >= surplus || self.held == Some(candidate.number) {
                 kept.push(candidate);
             } else {
                 dropped_entries.push(candidate.log_number);
             }
         }
-        let is_kept = |log_number| kept.iter().any(|kept| kept.log_number == log_number);
-        if self.newest_state != 0 && !is_kept(self.newest_state) && !dropped_entries.contains(&self.newest_state) {
-            dropped_entries.push(self.newest_state);
+        // The new manifest replaces the previous one, which has an entry of its own if a compaction wrote it.
+        let previous = self.newest_manifest_entry;
+        let is_of_checkpoint = self.kept.iter().any(|kept| kept.log_number == previous);
+        if previous != 0 && !is_of_checkpoint {
+            dropped_entries.push(previous);
         }
-        let oldest = kept.first().map_or(number, |kept| kept.number);
+        PlannedCheckpoints { kept, dropped_entries }
+    }
+
+    /// Lists all segments of pages except the dead ones. `number`: the new checkpoint; `oldest`: the oldest kept one.
+    fn plan_segments(&self, checkpoint: &OpenCheckpoint, number: u64, oldest: u64) -> PlannedSegments {
+        let keeps_older = number > oldest;
         let replaced_bytes = self.replaced_bytes_by_segment(checkpoint);
-        let (mut dead_segments, mut segments) = (Vec::new(), Vec::new());
+        let (mut listed, mut dead) = (Vec::new(), Vec::new());
         for (position, segment) in self.pool.iter().filter(|(_, segment)| segment.role == Role::Data) {
-            let is_written = checkpoint.written_segments.contains(&position);
+            let is_written = self.active == Some(position) || checkpoint.written_segments.contains(&position);
             let replaced = replaced_bytes.get(position).copied().unwrap_or(0);
-            let is_needed_by_older = replaced > 0 && number > oldest;
-            let is_dead = segment.is_dead(segment.live.saturating_sub(replaced), oldest);
-            if !is_written && !is_needed_by_older && is_dead && self.active != Some(position) {
-                dead_segments.push(position);
+            let has_new_dying = keeps_older && replaced > 0;
+            let remaining_live = segment.live.saturating_sub(replaced);
+            if !is_written && !has_new_dying && segment.is_dead(remaining_live, oldest) {
+                dead.push(position);
             } else {
-                segments.push(SegmentExtent { len: segment.end, ..segment.extent });
+                listed.push(SegmentExtent { len: segment.end, ..segment.extent });
             }
         }
-        CommitPlan { kept, dropped_entries, dead_segments, segments }
+        PlannedSegments { listed, dead }
     }
 
     /// Returns for each position of the pool the bytes of records that the open checkpoint replaces.
@@ -188,8 +238,6 @@ impl Engine {
         checkpoint: &OpenCheckpoint,
         plan: &CommitPlan,
         state: &CheckpointState,
-        number: u64,
-        log_number: u64,
     ) -> Result<EncodedEntry> {
         for (what, content, max) in [
             ("the definition", &state.definition, MAX_DEFINITION_BYTES),
@@ -200,9 +248,10 @@ impl Engine {
                 return Err(self.too_large(what, content.len() as u64, max as u64));
             }
         }
-        let manifest = self.manifest(self.next_block_number(), plan.kept.clone(), plan.segments.clone()).encode();
+        let (kept, listed) = (plan.checkpoints.kept.clone(), plan.segments.listed.clone());
+        let manifest = self.manifest(self.next_block_number(), kept, listed).encode();
+        let (number, pages, bytes) = (plan.number, checkpoint.pages, checkpoint.bytes);
         let blocks = self.stored_blocks(checkpoint, number);
-        let (pages, bytes) = (checkpoint.pages, checkpoint.bytes);
         let table = CheckpointTable { number, time_us: now_us(), pages, bytes, blocks }.encode();
         let sections = [
             (Section::Manifest, manifest.as_slice()),
@@ -211,7 +260,7 @@ impl Engine {
             (Section::Metadata, &state.metadata),
             (Section::Devices, &state.devices),
         ];
-        Ok(entry::encode(self.store.id, Kind::Checkpoint, self.claim.epoch, log_number, &sections))
+        Ok(entry::encode(self.store.id, Kind::Checkpoint, self.claim.epoch, plan.log_number, &sections))
     }
 
     /// Returns a manifest with these checkpoints and segments.
@@ -229,11 +278,11 @@ impl Engine {
     fn stored_blocks(&self, checkpoint: &OpenCheckpoint, number: u64) -> Vec<StoredBlock> {
         let mut blocks = Vec::with_capacity(checkpoint.blocks.len());
         for numbered in &checkpoint.blocks {
-            let before = self.blocks.iter().find(|state| state.stored.number == numbered.number);
-            let cuts = before.map(|state| state.stored.cuts.clone()).unwrap_or_default();
+            let previous = self.blocks.iter().find(|state| state.stored.number == numbered.number);
+            let cuts = previous.map(|state| state.stored.cuts.clone()).unwrap_or_default();
             let mut stored = StoredBlock { number: numbered.number, block: numbered.block.clone(), cuts };
             let pages = numbered.block.pages();
-            if before.is_some_and(|state| pages < state.stored.block.pages()) {
+            if previous.is_some_and(|state| pages < state.stored.block.pages()) {
                 stored.cut(number, pages);
             }
             blocks.push(stored);
@@ -265,14 +314,15 @@ impl Engine {
     }
 
     /// Updates the state in memory after the commit: the pages of the committed checkpoint become the newest.
-    fn apply_commit(&mut self, checkpoint: &OpenCheckpoint, plan: CommitPlan, number: u64, log_number: u64) {
-        self.newest_state = log_number;
-        self.kept = plan.kept;
+    fn apply_commit(&mut self, checkpoint: &OpenCheckpoint, plan: CommitPlan) {
+        let CommitPlan { number, log_number, checkpoints, segments } = plan;
+        self.newest_manifest_entry = log_number;
+        self.kept = checkpoints.kept;
         self.mark_segments_committed(checkpoint);
         let replaced = self.apply_pages(checkpoint, number);
         self.apply_blocks(checkpoint, number);
         self.remember_replaced(replaced, number);
-        self.retire(&plan.dead_segments, &plan.dropped_entries);
+        self.retire(&segments.dead, &checkpoints.dropped_entries);
         self.pages_since_base += checkpoint.pages.stored + checkpoint.pages.zero;
         self.background_failed = false;
     }
@@ -289,7 +339,8 @@ impl Engine {
         }
     }
 
-    /// Makes the pages of the committed checkpoint `number` the newest. Returns the locations of the replaced records.
+    /// Makes the pages of the committed checkpoint `number` live, and those that they replace dying, or garbage if no
+    /// older checkpoint is kept. Returns the locations of the replaced records.
     fn apply_pages(&mut self, checkpoint: &OpenCheckpoint, number: u64) -> Vec<Location> {
         let mut replaced = Vec::new();
         for pending in &checkpoint.pending {
@@ -307,12 +358,12 @@ impl Engine {
         for (state, remaining) in self.shortened_blocks(checkpoint) {
             replaced.extend(state.locations.values_from(remaining).map(|(_, location)| location));
         }
-        let is_needed_by_older = number > self.oldest();
+        let keeps_older = number > self.oldest();
         for location in &replaced {
             let bytes = record_bytes(location.len());
             if let Some(segment) = self.pool.segment_of(*location) {
                 segment.live = segment.live.saturating_sub(bytes);
-                if is_needed_by_older {
+                if keeps_older {
                     segment.add_dying(number, bytes);
                 }
             }
@@ -334,7 +385,7 @@ impl Engine {
         }
     }
 
-    /// Remembers the records that checkpoint `number` has replaced, as far as older kept checkpoints need them.
+    /// Remembers the dying records that checkpoint `number` has replaced, for compactions, which must copy them.
     fn remember_replaced(&mut self, replaced: Vec<Location>, number: u64) {
         let oldest = self.oldest();
         self.replaced.prune(oldest);
@@ -342,9 +393,10 @@ impl Engine {
             if let Some(compaction) = &mut self.compaction {
                 compaction.keep_replaced(&replaced);
             }
-            if let Some(until) = self.replaced.add(number, replaced) {
+            if let Some(newest_forgotten) = self.replaced.add(number, replaced) {
+                // There were too many records to remember.
                 for segment in self.pool.iter_mut().filter(|segment| !segment.dying.is_empty()) {
-                    segment.unknown_until = segment.unknown_until.max(until);
+                    segment.history_unknown_until = segment.history_unknown_until.max(newest_forgotten);
                 }
             }
         }

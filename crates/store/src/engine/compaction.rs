@@ -359,7 +359,7 @@ impl Engine {
         let sections = [(Section::Manifest, manifest.as_slice())];
         let entry = entry::encode(self.store.id, EntryKind::Compaction, self.claim.epoch, log_number, &sections);
         self.append_entry(log_number, &entry.bytes, &mut compaction.sync_time)?;
-        let previous_state = std::mem::replace(&mut self.newest_state, log_number);
+        let previous_state = std::mem::replace(&mut self.newest_manifest_entry, log_number);
         if let Some(output) = compaction.output {
             self.apply_moves(compaction, output);
         }
@@ -401,7 +401,7 @@ impl Engine {
             }
         }
         let victims = compaction.victims.iter().filter_map(|victim| self.pool.get(*victim));
-        let unknown_until = victims.map(|segment| segment.unknown_until).max().unwrap_or(0);
+        let history_unknown_until = victims.map(|segment| segment.history_unknown_until).max().unwrap_or(0);
         if let Some(segment) = self.pool.get_mut(output) {
             segment.role = Role::Data;
             segment.extent.len = segment.end;
@@ -409,7 +409,7 @@ impl Engine {
             segment.live = live;
             segment.dying = dying.into_iter().map(|(replaced_by, bytes)| DyingBytes { replaced_by, bytes }).collect();
             segment.dying.sort_unstable();
-            segment.unknown_until = unknown_until;
+            segment.history_unknown_until = history_unknown_until;
         }
     }
 

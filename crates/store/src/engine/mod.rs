@@ -165,7 +165,7 @@ pub(crate) struct Engine {
     /// Number of the last log entry that was written or found.
     newest_entry: u64,
     /// Number of the newest log entry with a manifest; 0 if there is none.
-    newest_state: u64,
+    newest_manifest_entry: u64,
     pool: SegmentPool,
     /// Segments that are open for reading.
     open_segments: OpenSegments,

@@ -40,7 +40,7 @@ impl Engine {
         let (claim, tail) = log::claim(&store, owner, only_if)?;
         let mut engine = Self {
             newest_entry: claim.log_number,
-            newest_state: 0,
+            newest_manifest_entry: 0,
             claim,
             store,
             settings,
@@ -63,7 +63,7 @@ impl Engine {
             broken: None,
         };
         if let Some(state) = tail.newest_state {
-            engine.newest_state = state.entry.log_number;
+            engine.newest_manifest_entry = state.entry.log_number;
             let Some(newest) = state.manifest.newest() else { return Ok(engine) };
             let entry = read_kept_entry(&engine.store, &state.manifest, newest)?;
             let table = read_table(&engine.store, &entry)?;
@@ -117,7 +117,7 @@ impl Engine {
         let newest = manifest.newest().map_or(0, |kept| kept.number);
         if manifest.oldest().is_some_and(|oldest| oldest < newest) {
             // An older checkpoint may need records that are not the newest of their page.
-            self.pool.iter_mut().for_each(|segment| segment.unknown_until = newest);
+            self.pool.iter_mut().for_each(|segment| segment.history_unknown_until = newest);
         }
         self.kept.clone_from(&manifest.kept);
         self.next_block = manifest.next_block;
@@ -161,7 +161,7 @@ impl Engine {
         }
         let Some(log_number) = names::parse_entry(name) else { return false };
         let is_needed =
-            log_number >= self.newest_state || manifest.kept.iter().any(|kept| kept.log_number == log_number);
+            log_number >= self.newest_manifest_entry || manifest.kept.iter().any(|kept| kept.log_number == log_number);
         // Claims are never removed.
         let may_be_state = len > MAX_CLAIM_BYTES || log_number > manifest.claim;
         let is_claim = || log::read(&self.store, log_number).map_or(true, |entry| entry.kind == entry::Kind::Claim);

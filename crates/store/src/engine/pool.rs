@@ -50,7 +50,7 @@ pub(crate) struct Segment {
     /// Bytes that only checkpoints older than the newest need.
     pub dying: Vec<DyingBytes>,
     /// Until this checkpoint is the oldest, an older checkpoint may need any of the bytes that are not live.
-    pub unknown_until: u64,
+    pub history_unknown_until: u64,
     /// The segment's directories are damaged, so that it cannot be compacted.
     pub is_damaged: bool,
 }
@@ -72,7 +72,7 @@ impl Segment {
             is_sound: false,
             live: 0,
             dying: Vec::new(),
-            unknown_until: 0,
+            history_unknown_until: 0,
             is_damaged: false,
         }
     }
@@ -88,7 +88,7 @@ impl Segment {
 
     /// Returns the bytes that are not live but that kept checkpoints need or may need, if `oldest` is the oldest.
     pub fn history_bytes(&self, oldest: u64) -> u64 {
-        if self.unknown_until > oldest {
+        if self.history_unknown_until > oldest {
             self.extent.len.saturating_sub(HEADER_LEN + self.live)
         } else {
             self.dying_bytes(oldest)
@@ -102,7 +102,7 @@ impl Segment {
 
     /// Returns whether no kept checkpoint needs the segment, if `live` of its bytes are live.
     pub fn is_dead(&self, live: u64, oldest: u64) -> bool {
-        live == 0 && self.unknown_until <= oldest && self.dying_bytes(oldest) == 0
+        live == 0 && self.history_unknown_until <= oldest && self.dying_bytes(oldest) == 0
     }
 
     /// Records that checkpoint `replaced_by` has replaced `bytes` of the segment.

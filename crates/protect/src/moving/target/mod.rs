@@ -1,7 +1,25 @@
 //! The destination host of a move: `rekindle receive`. The source host starts it over ssh and sends messages to its
 //! standard input.
 //!
-//! [`receive`] reads the messages; an [`IncomingVm`] does what they request.
+//! A move is a restore on this host of the guest's last *checkpoint* (its memory and devices at one moment), which the
+//! source host commits to the VM's *store*, reachable from both hosts. [`receive`] reads the messages; an
+//! [`IncomingVm`] does what they request. What is done before `state` does not cost time while the guest is stopped:
+//!
+//! ```text
+//! message      the guest        this host then has
+//! hello        runs             nothing; it has checked that the VM fits
+//! prepare      runs             a QEMU that waits, started from an earlier checkpoint; *primed*: its memory is
+//!                               registered for loading pages on demand (`primed_qemu`)
+//! read-newest  runs             the newest checkpoint's data, read for that QEMU (`early_load`, which owns the QEMU)
+//! state        stopped          an *early load* in progress: that data, with the changes since that the message has
+//! go           stopped, and     resumed the guest from the early load or, if there is none or it has failed before
+//!              committed        the guest could run, from the store
+//! ```
+//!
+//! Only one host may run the guest. The store counts its owners in *owner epochs*. The source host sends the epoch of
+//! its commit in `go`. This host resumes the guest only after it has become the next owner; the source host resumes it
+//! only if this host certainly has not. A [`MoveClaim`] is this host's side of that: `owner_epoch` is the epoch of `go`
+//! and, once this host is the owner, its own; `may_run` is set before the guest can have run here.
 
 mod connection;
 
@@ -125,11 +143,11 @@ struct IncomingVm<'a> {
     host: &'a Host,
     name: Name,
     request: Request,
-    /// A destination QEMU may have been prepared.
+    /// A destination QEMU may have been prepared, which is removed on drop unless the guest runs in it.
     may_have_qemu: bool,
-    /// The prepared QEMU, if its memory is registered.
-    primed: Option<PrimedQemu>,
-    /// The prepared QEMU together with the data of the newest checkpoint that a load needs. Replaces `primed`.
+    /// The prepared QEMU, if its memory is registered. At most one of this and `early_load` is present.
+    primed_qemu: Option<PrimedQemu>,
+    /// The prepared QEMU together with the data of the newest checkpoint that a load needs. Locks the VM.
     early_load: Option<EarlyLoad<'a>>,
 }
 
@@ -159,7 +177,7 @@ impl<'a> IncomingVm<'a> {
         checked.map_err(|e| with_causes(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
-        Ok(Self { host, name, request, may_have_qemu: false, primed: None, early_load: None })
+        Ok(Self { host, name, request, may_have_qemu: false, primed_qemu: None, early_load: None })
     }
 
     /// Prepares a destination QEMU. This also checks whether this host has everything that the QEMU needs.
@@ -174,16 +192,15 @@ impl<'a> IncomingVm<'a> {
         if !differing_disks.is_empty() {
             return Err(differing_disks.join("; "));
         }
-        // Does the steps that are possible before the guest is stopped. If they fail, the restore does them, or starts
-        // another QEMU.
-        self.primed =
+        // If this fails, the restore registers the memory, or starts another QEMU.
+        self.primed_qemu =
             PrimedQemu::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", with_causes(e))).ok();
         Ok(prepared)
     }
 
     /// Reads the data of the newest checkpoint that a load needs.
     fn read_newest(&mut self) -> Answer {
-        match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.primed) {
+        match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.primed_qemu) {
             Ok(early_load) => {
                 let (checkpoint, pages) = (Some(early_load.number()), early_load.pages());
                 self.early_load = Some(early_load);
@@ -200,20 +217,22 @@ impl<'a> IncomingVm<'a> {
     /// message. `None`: no message arrived.
     fn load(&mut self, state: StoppedState, wait_for_go: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
         let started = Instant::now();
-        let decoded = self.early_load.as_ref().and_then(|early_load| state.decode(early_load.devices()));
-        let (Some(early_load), Some(state)) = (self.early_load.take_if(|_| decoded.is_some()), decoded) else {
+        let Some(early_load) = self.early_load.take() else { return wait_for_go().map(|go| self.resume(&go)) };
+        let Some(sent_state) = state.decode(early_load.devices()) else {
+            // The restore from the store uses the same QEMU.
+            self.early_load = Some(early_load);
             return wait_for_go().map(|go| self.resume(&go));
         };
-        let ConcurrentLoad { message, move_claim, restored } =
-            load_until_go(early_load, state, &self.request, wait_for_go, started);
-        let message = message?;
+        let ConcurrentLoad { commit_report, move_claim, restored } =
+            load_until_go(early_load, sent_state, &self.request, wait_for_go, started);
+        let commit_report = commit_report?;
         match restored {
             Err(e) if !move_claim.may_run.load(Ordering::SeqCst) => {
                 let why = with_causes(&e);
                 tracing::warn!("the load of {} before its commit failed; loading from the store: {why}", self.name);
-                Some(self.restore(&message, move_claim, Some(why)))
+                Some(self.restore(&commit_report, move_claim, Some(why)))
             }
-            restored => Some(self.answer(&message, &move_claim, restored, LoadTime::BeforeCommit, started)),
+            restored => Some(self.answer(&commit_report, &move_claim, restored, LoadTime::BeforeCommit, started)),
         }
     }
 
@@ -226,12 +245,12 @@ impl<'a> IncomingVm<'a> {
     /// Resumes the guest from the store. `early_load_failure`: why the load before the commit was not used.
     fn restore(&mut self, go: &Go, move_claim: Arc<MoveClaim>, early_load_failure: Option<String>) -> Answer {
         let started = Instant::now();
-        // The VM stays locked meanwhile.
         if let Some(early_load) = self.early_load.take() {
-            self.primed = Some(early_load.into_primed());
+            // Unlocks the VM, which the restore locks again.
+            self.primed_qemu = Some(early_load.into_primed());
         }
         let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..self.request.clone() };
-        let mut restored = restore_in(self.host, &self.name, &request, self.primed.take());
+        let mut restored = restore_in(self.host, &self.name, &request, self.primed_qemu.take());
         if let Ok(restored) = &mut restored {
             restored.unused_reason = early_load_failure.or(restored.unused_reason.take());
         }
@@ -284,11 +303,11 @@ impl<'a> IncomingVm<'a> {
 impl Drop for IncomingVm<'_> {
     fn drop(&mut self) {
         // Releases the VM's lock.
-        (self.primed, self.early_load) = (None, None);
+        (self.primed_qemu, self.early_load) = (None, None);
         let rundir = RunDir::new(&self.host.root, self.name.as_str());
-        let qemu_waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
+        let has_waiting_qemu = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.may_have_qemu
-            && qemu_waits()
+            && has_waiting_qemu()
             && let Err(e) = stop::stop_immediately(self.host, self.name.as_str())
         {
             tracing::warn!("cannot remove what was prepared for {}: {}", self.name, with_causes(&e));
@@ -304,17 +323,19 @@ enum LoadTime {
     AfterCommit,
 }
 
-/// A load that has ended, and the message that reported the commit meanwhile, if it arrived.
+/// An early load that has ended.
 struct ConcurrentLoad {
-    message: Option<Go>,
+    /// The message that reported the commit meanwhile, if it arrived.
+    commit_report: Option<Go>,
     move_claim: Arc<MoveClaim>,
     restored: Result<Restored, RestoreError>,
 }
 
-/// Loads the guest in the background until `wait_for_go` returns.
+/// Loads the guest in the background while `wait_for_go` waits. The load resumes the guest if a message arrives, and
+/// fails if none does.
 fn load_until_go(
     early_load: EarlyLoad<'_>,
-    state: SentState,
+    sent_state: SentState,
     request: &Request,
     wait_for_go: &mut dyn FnMut() -> Option<Go>,
     started: Instant,
@@ -324,16 +345,17 @@ fn load_until_go(
     thread::scope(|scope| {
         let (commit_sender, commit_receiver) = mpsc::sync_channel(1);
         let request = &request;
-        let load = scope.spawn(move || early_load.load(state, commit_receiver, request, started));
-        let message = wait_for_go();
-        if let Some(go) = &message {
+        let load = scope.spawn(move || early_load.load(sent_state, commit_receiver, request, started));
+        let commit_report = wait_for_go();
+        if let Some(go) = &commit_report {
             move_claim.owner_epoch.store(go.epoch, Ordering::SeqCst);
-            // A failure of the load is handled by the caller.
+            // Fails only if the load has ended with an error, which the caller handles.
             let _ = commit_sender.send(());
         }
+        // A closed channel without a message: there is no commit.
         drop(commit_sender);
         let restored = load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        ConcurrentLoad { message, move_claim: Arc::clone(&move_claim), restored }
+        ConcurrentLoad { commit_report, move_claim: Arc::clone(&move_claim), restored }
     })
 }
 
