@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rekindle_bench.host import analysis, plots
-from rekindle_bench.host.cases import FAULTS
 from rekindle_bench.host.emulated_hosts import finished_rounds
+from rekindle_bench.host.fault_points import FAULTS
 from rekindle_bench.host.plan import FULL, QUICK, left_out
 from rekindle_bench.host.reboot import last_reboot, stages
 from rekindle_bench.host.rows import Row, read
@@ -49,8 +49,8 @@ def made_up():
             yield from reboot("counts", "warm", number, vms=vms, downtime=20.0 + number)
             yield from reboot("counts", "cold", number, vms=vms, downtime=100.0)
         yield from reboot("losses", "warm", number, vms=2)
-        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number])
-        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number], where="direct")
+        yield from reboot("faults", "warm", number, vms=2, fault=str(FAULTS[number]))
+        yield from reboot("faults", "warm", number, vms=2, fault=str(FAULTS[number]), where="direct")
 
 
 @pytest.fixture

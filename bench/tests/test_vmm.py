@@ -178,7 +178,10 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     (raw.parent / "vmm-run.json").write_text(
         json.dumps({"command": "make bench TOPIC=vmm", "versions": {"qemu": "10"}, "left_out": ["x"], "errors": []})
     )
-    records = [record("warm", 3000, 3005, 14), record("cold", 2500, 4000, 5600, failed=7)]
+    records = [
+        record("warm", stop_ms=3000, resume_ms=3005, gap_ms=14),
+        record("cold", stop_ms=2500, resume_ms=4000, gap_ms=5600, failed=7),
+    ]
     (raw.parent / "vmm-breakdown.json").write_text(json.dumps(records))
     outputs = []
     for name in ("one", "two"):
