@@ -1,4 +1,4 @@
-"""The faults of a host's reboot: what `REKINDLE_FAULT` does, at which point of which command (crates/vm/src/fault.rs)."""
+"""The faults of a host's reboot: what `REKINDLE_FAULT` (crates/vm/src/fault.rs) does at which point of a command."""
 
 from dataclasses import dataclass
 from typing import Literal
