@@ -116,30 +116,30 @@ def reboot_once(
 
 def sizes(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one guest, from small to large."""
-    for memory_mib, counts in plan.sizes.items():
+    for memory_mib, counts in plan.ways_by_mib.items():
         ways(env, plan, "sizes", 1, memory_mib, counts)
 
 
 def counts(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one small guest, then with several."""
-    for vms, rounds_by_way in plan.counts.items():
+    for vms, rounds_by_way in plan.ways_by_vms.items():
         ways(env, plan, "counts", vms, SMALL_MIB, rounds_by_way)
 
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm several times in a row, with connections open during all reboots."""
-    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.losses})
+    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.rounds_in_a_row})
 
 
 def faults(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm with a fault at a random point: first guests on this machine, then an emulated host."""
     rounds = Rounds(env, plan, "faults")
-    if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct, "direct"):
-        on_this_machine(env, rounds, plan.direct)
-    if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
+    if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct_faults, "direct"):
+        on_this_machine(env, rounds, plan.direct_faults)
+    if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
         return
     with host(env) as emulated, reboot.with_guests(emulated, FAULT_VMS, SMALL_MIB) as guests:
-        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
+        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
             fault = random.Random(f"emulated {round_number}").choice(FAULTS)
             emulated.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
             emulated.write(DROP_IN.format(command=fault.command), DROP_IN_TEXT[fault.command].format(fault=fault))
