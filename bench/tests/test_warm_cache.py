@@ -1,8 +1,8 @@
 """Topic `warm-cache`: figures, tables and plots from invented rows; how the host's memory is measured.
 
-The disk server keeps what a guest had cached (the *retained cache*), and serves it from there after a reboot: `warm-cache`. The
-peers: a `cold` reboot, and `qsd`, QEMU's storage daemon. `at` numbers the reads and queries around a reboot: -1 is the
-last one before it, 1 the first one after it. `limit` is the limit of the disk's rate (`paper`: that of the paper).
+The disk server keeps what a guest had cached (the *retained cache*), and serves it from there after a reboot:
+`warm-cache`. The peers: a `cold` reboot, and `qsd`, QEMU's storage daemon. `at` numbers the reads and queries around a
+reboot: -1 is the last one before it, 1 the first one after it. `limit` is the disk's rate (`paper`: that of the paper).
 """
 
 import json
