@@ -30,20 +30,20 @@ PLANS: dict[str, Any] = {
         failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
     ),
     "restore": restore.Plan(
-        restore={256: {"lazy": 1, "eager": 1, "incoming": 1}},
+        ways_by_mib={256: {"lazy": 1, "eager": 1, "incoming": 1}},
         touch={},
         stores=("disk", "slow", "tls"),
         store_restores=1,
-        prepared=1,
+        prepared_restores=1,
         # Two pairs, since the second pair starts with the remains of the first.
-        after={"compile": 2, "transcode": 1},
+        crashes_by_workload={"compile": 2, "transcode": 1},
         pieces={"compile": Piece(count=40, cut=10), "transcode": Piece(count=200, cut=50)},
         units=Units(compile=40, transcode=200),
     ),
     "warm-cache": warm_cache.Plan(
-        native=1,
+        native_windows=1,
         native_s=0.2,
-        retained=1,
+        retained_reads=1,
         files=(
             FileAccess("read", block=4096, mib=16, rounds=1),
             FileAccess("read", block=1024, mib=4, rounds=1),
@@ -55,9 +55,9 @@ PLANS: dict[str, Any] = {
         peers=(FileAccess("read", block=4096, mib=16, rounds=1),),
         map_rounds=1,
         map_mib=16,
-        tpch=0,
+        tpch_rounds=0,
         tpch_runs=0,
-        http=1,
+        http_rounds=1,
         http_s=2,
         memory_mib=256,
         span_mib=128,
@@ -65,18 +65,20 @@ PLANS: dict[str, Any] = {
         kills=2,
     ),
     "vmm": vmm.Plan(
-        ram={128: _ONCE},
-        sizes=1,
-        count={2: {"warm": 1, "cpr-transfer": 1}},
-        debian=_ONCE,
-        losses=1,
-        memory=1,
-        breakdown=tuple(_ONCE),
-        extremes=(128, 256),
+        ways_by_mib={128: _ONCE},
+        size_rounds=1,
+        ways_by_vms={2: {"warm": 1, "cpr-transfer": 1}},
+        debian_ways=_ONCE,
+        rounds_under_load=1,
+        compared_rounds=1,
+        ways_over_time=tuple(_ONCE),
+        smallest_largest_mib=(128, 256),
     ),
     "protect": protect.Plan(
         units=Units(compile=10, transcode=50),
-        pause={512: Pause(rounds=1, checkpoints=1, saves={"background-snapshot": 1, "mapped-ram": 1, "full": 1})},
+        pauses_by_mib={
+            512: Pause(rounds=1, checkpoints=1, saves={"background-snapshot": 1, "mapped-ram": 1, "full": 1})
+        },
         intervals_s=(0.25,),
         cells=(
             ("disk", "compile", "default"),
@@ -84,16 +86,16 @@ PLANS: dict[str, Any] = {
             ("slow", "compile", "basic"),
             ("tls", "compile", "default"),
         ),
-        slowdown={"compile": 1, "transcode": 1},
+        pairs_by_workload={"compile": 1, "transcode": 1},
         rates=((0.0, 0.0), (10.0, 16.0)),
         rate_checkpoints=1,
-        commit=1,
-        wrong=10,
+        commits=1,
+        compared_checkpoints=10,
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
     "move": move.Plan(sizes={192: "96M"}, loads=(5,), rounds=1),
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
-    "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
+    "host": host.Plan(ways_by_mib={}, ways_by_vms={}, rounds_in_a_row=0, emulated_faults=0, direct_faults=1),
 }
 """Plans by topic. The slowest topics come first, so that all lanes end at about the same time."""
 

@@ -26,6 +26,8 @@ from rekindle_lab.runs.workspace import Workspace
 app = typer.Typer()
 app.command()(command.main)
 BEGIN_US = 1_800_000_000_000_000
+END_US = BEGIN_US + 1_000_000
+"""Begin and end of the run of `Row`s, in microseconds since 1970."""
 PLAN = SimpleNamespace(budget_s=None)
 
 
@@ -42,11 +44,11 @@ class Row:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes an environment whose rows are checked, or not checked."""
+    """Returns a function that makes an environment; `checked`: its trial, in which rows are checked."""
 
     def make(checked=None):
-        begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
-        rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
+        check = checked and (lambda row: problems(row, BEGIN_US, END_US))
+        rows = RowFile(tmp_path / "raw.csv", Row, check=check)
         nothing = Rekindle(Path("/bin/true"), tmp_path)
         space = Workspace(binary=nothing.binary, work=tmp_path, disk=tmp_path, namespaces=("none",))
         env = Environment(root=tmp_path, rekindle=nothing, qemu="qemu", rows=rows, space=space)
@@ -137,13 +139,13 @@ def test_a_trial_requires_rows_of_every_case(make):
 )
 def test_an_impossible_row_has_a_problem(row, problem):
     """The run of these rows took 1 s, so a duration of 60 s and a time 60 s before its begin are impossible."""
-    row_problems = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
+    row_problems = problems(row, BEGIN_US, END_US)
     assert len(row_problems) == 1 and problem in row_problems[0]
 
 
 def test_possible_rows_have_no_problem():
     """An integer is a valid float, and `at` may be negative: it counts from a reboot."""
-    assert not problems(Row("x", at=-1, us=900_000, stop_host_us=BEGIN_US + 5, rate=2), BEGIN_US, BEGIN_US + 1_000_000)
+    assert not problems(Row("x", at=-1, us=900_000, stop_host_us=BEGIN_US + 5, rate=2), BEGIN_US, END_US)
 
 
 def test_a_row_without_measurements_has_a_problem():
@@ -263,42 +265,35 @@ def test_the_environment_selects_a_trial(bench, monkeypatch):
     assert tasks[0].plan is trial.PLANS["vmm"] and tasks[0].trial is not None and tasks[0].only == ["one"]
 
 
-def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
-    """A row that was written before the error is kept: the file has a header and one row."""
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """Returns a run of the topic `x` into `tmp_path`, with a QEMU that is not called."""
     monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(
-        root=tmp_path,
-        out=tmp_path,
-        binary=Path("/bin/true"),
-        qemu="qemu",
-        plan=PLAN,
-        only=[],
-        command="make bench TOPIC=x",
-    )
+    command_line = "make bench TOPIC=x"
+    binary = Path("/bin/true")
+    return run.Task(root=tmp_path, out=tmp_path, binary=binary, qemu="qemu", plan=PLAN, only=[], command=command_line)
+
+
+def lines_in(path):
+    return len(path.read_text().splitlines())
+
+
+def test_errors_outside_of_the_cases_are_recorded(task, tmp_path):
+    """A row that was written before the error is kept."""
     with run.recorded("x", Row, task, lambda plan: ["half of it"]) as here:
         here.rows.append(Row("one", us=1))
         raise OSError("no namespace")
     about = json.loads((tmp_path / "x-run.json").read_text())
     assert about["errors"] == ["x: OSError: no namespace"] and "half of it" in about["left_out"]
-    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
+    assert lines_in(tmp_path / "x-raw.csv") == 1 + 1  # the header and the row
 
 
 class Killed(BaseException):
     """Ends a benchmark as a kill does: no remains are removed."""
 
 
-def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
-    """The ledger names the folders of the killed run; the next run starts new files (a header and two rows)."""
-    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(
-        root=tmp_path,
-        out=tmp_path,
-        binary=Path("/bin/true"),
-        qemu="qemu",
-        plan=PLAN,
-        only=[],
-        command="make bench TOPIC=x",
-    )
+def test_the_next_run_removes_what_a_killed_one_has_left(task, tmp_path, capsys):
+    """The ledger names the folders of the killed run; the next run starts new files."""
     space = Workspace(binary=task.binary, work=tmp_path / "work", disk=tmp_path / "disk", namespaces=())
 
     def killed(env, plan):
@@ -322,26 +317,16 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
     assert "run one, attempt 1: interrupted" in capsys.readouterr().err
     (line,) = [json.loads(line) for line in (tmp_path / "x-runs.jsonl").read_text().splitlines()]
     assert (line["run"], line["outcome"], line["rows"]) == ("one", "done", 2)
-    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 3
+    assert lines_in(tmp_path / "x-raw.csv") == 1 + 2  # the header and the rows of the second run
 
 
-def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch):
+def test_two_runs_of_a_topic_at_the_same_time_are_rejected(task, tmp_path):
     """The second run fails before it truncates the rows of the first."""
-    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
-    task = run.Task(
-        root=tmp_path,
-        out=tmp_path,
-        binary=Path("/bin/true"),
-        qemu="qemu",
-        plan=PLAN,
-        only=[],
-        command="make bench TOPIC=x",
-    )
     with run.recorded("x", Row, task, lambda plan: []) as here:
         here.rows.append(Row("one", us=1))
         with pytest.raises(LedgerError, match="running already"), run.recorded("x", Row, task, lambda plan: []):
             pass
-    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
+    assert lines_in(tmp_path / "x-raw.csv") == 1 + 1  # the header and the row
 
 
 def test_every_topic_has_a_trial_and_little_is_left_out_of_it():

@@ -1,4 +1,9 @@
-"""The fault experiment: changes of code and of memory, and figures from invented rows."""
+"""The fault experiment: changes of code and of memory, and figures from invented rows.
+
+A fault damages a running guest's kernel: its code, its stacks, or the frames (pages of physical memory) of its page
+cache. The experiment then counts blocks of the disk that are read wrong, with the server's check of digests and,
+as a control, without.
+"""
 
 import json
 import random
@@ -70,9 +75,9 @@ def test_each_code_fault_applies_to_its_instructions(code):
 def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code):
     """Type `text` flips one bit; the module checks the old bytes before it writes the new ones."""
     changes = code.changes("text", random.Random(1))
-    some = [next(changes) for _ in range(5)]
-    assert len({change.address for change in some}) == 5
-    for change in some:
+    first_five = [next(changes) for _ in range(5)]
+    assert len({change.address for change in first_five}) == 5
+    for change in first_five:
         at = change.address - START
         assert TEXT[at : at + len(change.old)] == change.old
         assert sum((a ^ b).bit_count() for a, b in zip(change.old, change.new, strict=True)) == 1
@@ -86,33 +91,42 @@ def test_hidden_kallsyms_are_rejected():
         Code.span("0000000000000000 T filemap_read\n")
 
 
+BLOCKS, FRAMES = 8, 64
+"""Blocks of the disk, and frames of the guest's memory."""
+FRAME_OF_BLOCK = {block: 20 + 3 * block for block in range(BLOCKS)}
+"""The frame that caches each block."""
+DAMAGED_BLOCK = 1
+"""One bit of its frame differs."""
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> tuple[Ram, np.ndarray, Path]:
+    """Returns a guest's memory, the image of its disk, and the memory's file."""
     rng = np.random.default_rng(1)
-    image = rng.integers(0, 1 << 63, (8, PAGE // 8), dtype=np.uint64)
-    frames = np.zeros((64, PAGE // 8), dtype=np.uint64)
-    for block in range(8):
-        frames[20 + 3 * block] = image[block]
-    frames[23, 100] ^= np.uint64(4)
+    image = rng.integers(0, 1 << 63, (BLOCKS, PAGE // 8), dtype=np.uint64)
+    frames = np.zeros((FRAMES, PAGE // 8), dtype=np.uint64)
+    for block, frame in FRAME_OF_BLOCK.items():
+        frames[frame] = image[block]
+    frames[FRAME_OF_BLOCK[DAMAGED_BLOCK], 100] ^= np.uint64(4)
     path = tmp_path / "ram"
     path.write_bytes(frames.tobytes())
     return Ram(path), image, path
 
 
-def changed(path: Path, before: bytes) -> set[int]:
+def changed_frames(path: Path, before: bytes) -> set[int]:
     after = path.read_bytes()
     return {at // PAGE for at in range(0, len(after), 8) if after[at : at + 8] != before[at : at + 8]}
 
 
 def test_frames_of_the_page_cache_are_found_by_their_content(memory):
-    """Frame 23 differs from block 1 in one bit, so it is no copy of it. A damaged frame is not findings any more."""
+    """A frame that differs from its block in one bit is no copy of it, and a frame that was damaged no longer is."""
     ram, image, path = memory
     cached = ram.cached(image)
-    assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
+    assert cached == {frame: block for block, frame in FRAME_OF_BLOCK.items() if block != DAMAGED_BLOCK}
     before = path.read_bytes()
     hit = ram.flip_cached(cached, 3, random.Random(2))
     assert len(hit) == 3
-    assert changed(path, before) == set(hit)
+    assert changed_frames(path, before) == set(hit)
     assert set(ram.cached(image)) == set(cached) - set(hit)
 
 
@@ -121,19 +135,19 @@ def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
     ram, image, path = memory
     before = path.read_bytes()
     behind = ram.overrun_cached(ram.cached(image), 2, random.Random(3))
-    assert changed(path, before) == {frame for frames in behind for frame in frames}
-    ram.write(63 * PAGE + 4000, bytes(3 * PAGE))
-    assert len(path.read_bytes()) == 64 * PAGE
+    assert changed_frames(path, before) == {frame for frames in behind for frame in frames}
+    ram.write((FRAMES - 1) * PAGE + 4000, bytes(3 * PAGE))
+    assert len(path.read_bytes()) == FRAMES * PAGE
 
 
 def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
-    """The stack of task 7 has two pieces: 16 bytes at 0x1ff0 and 8 at 0x2000."""
+    """The guest lists pieces of used stacks: task, address and length in hexadecimal. These two are adjacent."""
     ram, _, path = memory
     before = path.read_bytes()
     assert ram.flip_stacks("7 1ff0 10\n7 2000 8\n", 5, random.Random(4)) == 5
-    at = [n for n, (a, b) in enumerate(zip(before, path.read_bytes(), strict=True)) if a != b]
-    assert at
-    assert all(0x1FF0 <= n < 0x2008 for n in at)
+    differing = [at for at, (old, new) in enumerate(zip(before, path.read_bytes(), strict=True)) if old != new]
+    assert differing
+    assert all(0x1FF0 <= at < 0x2000 + 8 for at in differing)
     assert ram.flip_stacks("", 5, random.Random(4)) == 0
 
 
@@ -156,15 +170,15 @@ def test_the_card_is_given_frames_of_the_page_cache(memory):
 
 
 def test_blocks_of_runs_have_each_type_once():
-    """4 checked and 2 unchecked sets of all types; 60 = 50 + 10 of the full plan. Finished runs are not repeated."""
+    """A block of runs has one run of each type of faults. Finished runs are not repeated."""
     plan = Plan(runs=4, unchecked=2)
     every = jobs(plan, {})
-    assert len(every) == (4 + 2) * len(KINDS)
-    for block in range(4):
+    assert len(every) == (plan.runs + plan.unchecked) * len(KINDS)
+    for block in range(plan.runs):
         assert sorted(name for at, name, checked in every if at == block and checked) == sorted(k.name for k in KINDS)
     remaining = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
     assert [job for job in remaining if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
-    assert len(jobs(FULL, {})) == 60 * len(KINDS)
+    assert len(jobs(FULL, {})) == (FULL.runs + FULL.unchecked) * len(KINDS)
 
 
 def waits_for_lanes() -> bool:
@@ -243,15 +257,12 @@ def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
 
 
 def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
-    """6 checked runs with faults; 3 * 10 + 3 * 5 = 45 refused blocks. The unchecked run hit 3 blocks, 2 of them wrong.
-
-    Runs without faults (type `none`) are not in the figures.
-    """
+    """Runs without faults (type `none`) are not in the figures."""
     frame = read(made_up(tmp_path))
     figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
     ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
-    assert (ours.value, ours.n, ours.met) == (0, 6, True)
-    assert ours.extra["refused"] == 45
+    assert (ours.value, ours.n, ours.met) == (0, 3 + 3, True)  # of the types `cache` and `text`
+    assert ours.extra["refused"] == 3 * 10 + 3 * 5
     assert ours.extra["runs_unfinished"] == 1
     assert (unchecked.value, unchecked.n, unchecked.met) == (7, 1, True), "without the control"
     assert (unchecked.extra["hit"], unchecked.extra["hit_wrong"]) == (3, 2)

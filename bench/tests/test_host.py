@@ -1,23 +1,34 @@
-"""Topic `host`: figures, tables and plots from invented rows, and the evaluation of timelines."""
+"""Topic `host`: figures, tables and plots from invented rows, and the evaluation of timelines.
+
+A host is rebooted `warm` (its guests are suspended, their RAM stays in place over kexec, and they resume) or `cold`.
+"""
 
 import json
 
 import pytest
 
 from rekindle_bench.host import analysis, plots
-from rekindle_bench.host.cases import FAULTS
 from rekindle_bench.host.emulated_hosts import finished_rounds
+from rekindle_bench.host.fault_points import FAULTS
 from rekindle_bench.host.plan import FULL, QUICK, left_out
 from rekindle_bench.host.reboot import last_reboot, stages
 from rekindle_bench.host.rows import Row, read
 from rekindle_bench.rows import RowFile
 
 START = 1_800_000_000_000_000
+"""A time in microseconds since 1970."""
 S = 1_000_000
+"""Microseconds of a second."""
+SUSPEND_S = 0.2
+RESUME_S, RESUME_LARGE_S = 0.5, 0.55
+"""Resume of a guest of 128 MiB and of 1 GiB."""
+WARM_S, COLD_S, FIRMWARE_S = (20.0, 21.0, 22.0), 100.0, 2
+"""Downtimes in the case `counts`: of each warm reboot, of all cold ones, and the share of the firmware in these."""
+ROUNDS, FAULT_GUESTS = 3, 2
 
 
-def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, resume=0.5, lost=0, **more):
-    """Returns the rows of one reboot."""
+def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, resume=RESUME_S, lost=0, **more):
+    """Returns the rows of one reboot. Times are in s; each further guest has a downtime of 1 s less."""
     for n in range(vms):
         yield Row(
             case=case,
@@ -31,9 +42,9 @@ def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, res
             wanted="booted" if how == "cold" else "kept",
             sessions=1,
             sessions_lost=lost,
-            suspend_us=int(suspend * S) if how != "cold" else None,
+            suspend_us=int(SUSPEND_S * S) if how != "cold" else None,
             resume_us=int(resume * S) if how != "cold" else None,
-            firmware_us=2 * S if how != "warm" else None,
+            firmware_us=FIRMWARE_S * S if how != "warm" else None,
             kernel_us=4 * S,
             userspace_us=10 * S,
             **more,
@@ -42,15 +53,15 @@ def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, res
 
 def made_up():
     """Returns some rows of each case."""
-    for number in range(3):
-        for mib, resume in ((128, 0.5), (1024, 0.55)):
+    for number in range(ROUNDS):
+        for mib, resume in ((128, RESUME_S), (1024, RESUME_LARGE_S)):
             yield from reboot("sizes", "warm", number, mib=mib, resume=resume)
         for vms in (1, 2, 4):
-            yield from reboot("counts", "warm", number, vms=vms, downtime=20.0 + number)
-            yield from reboot("counts", "cold", number, vms=vms, downtime=100.0)
+            yield from reboot("counts", "warm", number, vms=vms, downtime=WARM_S[number])
+            yield from reboot("counts", "cold", number, vms=vms, downtime=COLD_S)
         yield from reboot("losses", "warm", number, vms=2)
-        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number])
-        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number], where="direct")
+        yield from reboot("faults", "warm", number, vms=FAULT_GUESTS, fault=str(FAULTS[number]))
+        yield from reboot("faults", "warm", number, vms=FAULT_GUESTS, fault=str(FAULTS[number]), where="direct")
 
 
 @pytest.fixture
@@ -66,24 +77,19 @@ def write(tmp_path):
 
 
 def test_figures_of_the_table(write):
-    """Suspend 0.2 s and resume 0.5 s are 0.7 s; the large guest resumes in 0.55 s, so 0.75 s.
-
-    Downtimes are medians of 20, 21, 22 s (warm) and 100 s (cold, of which firmware takes 2 s). 12 guests: 2 in each of
-    3 reboots of 2 kinds.
-    """
     findings = analysis.figures(read(write(made_up())), "host-raw.csv")
     by_id = {figure.id: figure for figure in findings.figures}
     assert not findings.absent
     both = by_id["host_suspend_resume"]
-    assert (both.value, both.n) == (pytest.approx(0.7), 3)
-    assert both.contrast.result.ratio == pytest.approx(0.75 / 0.7)
+    assert (both.value, both.n) == (pytest.approx(SUSPEND_S + RESUME_S), ROUNDS)
+    assert both.contrast.result.ratio == pytest.approx((SUSPEND_S + RESUME_LARGE_S) / (SUSPEND_S + RESUME_S))
     assert both.met
-    assert by_id["host_warm_vs_cold"].value == pytest.approx(0.21)
-    assert by_id["host_warm_vs_cold"].extra["cold_firmware_share"] == pytest.approx(0.02)
-    assert (by_id["host_tcp_lost"].value, by_id["host_tcp_lost"].n) == (0, 3)
+    assert by_id["host_warm_vs_cold"].value == pytest.approx(WARM_S[1] / COLD_S)  # of the medians
+    assert by_id["host_warm_vs_cold"].extra["cold_firmware_share"] == pytest.approx(FIRMWARE_S / COLD_S)
+    assert (by_id["host_tcp_lost"].value, by_id["host_tcp_lost"].n) == (0, ROUNDS)
     lost = by_id["host_guests_lost"]
-    assert (lost.value, lost.n) == (0, 6)
-    assert lost.extra == {"reboots_direct": 3, "reboots_emulated": 3, "guests": 12}
+    assert (lost.value, lost.n) == (0, 2 * ROUNDS)  # on this machine ("direct") and in an emulated host
+    assert lost.extra == {"reboots_direct": ROUNDS, "reboots_emulated": ROUNDS, "guests": 2 * ROUNDS * FAULT_GUESTS}
     assert all(figure.met for figure in findings.figures)
 
 
@@ -103,11 +109,16 @@ def test_nothing_measured_is_no_figure(write):
 
 
 def test_tables_and_plots(write, tmp_path):
-    """3 cold reboots with 4 guests: 12 outcomes, all `booted` as wanted."""
+    """Each fault point was hit in two reboots; a cold reboot's outcome `booted` is as wanted."""
     frame = read(write(made_up()))
     summary = analysis.summary(frame)
     cold = next(line for line in summary if line["how"] == "cold" and line["guests"] == "4 x 128M")
-    assert (cold["n"], cold["downtime"], cold["firmware"], cold["as wanted"]) == (3, 100.0, 2.0, "12 of 12")
+    assert (cold["n"], cold["downtime"], cold["firmware"], cold["as wanted"]) == (
+        ROUNDS,
+        COLD_S,
+        FIRMWARE_S,
+        "12 of 12",
+    )
     assert all(line["kept"] == 2 and line["gone"] == 0 for line in analysis.by_fault(frame))
     probe = {
         "interval_ms": 500,

@@ -1,4 +1,9 @@
-"""Topic `os`: figures, tables and plots from invented rows; stages of a boot, definitions of guests, lost guests."""
+"""Topic `os`: figures, tables and plots from invented rows; stages of a boot, definitions of guests, lost guests.
+
+Ways to reboot a guest's OS: `cold`; `kexec` (the kernel starts the next one, without firmware and boot loader); by a
+*phase*, a snapshot that the guest has saved at a point of an earlier boot, here of `services` (late in the boot).
+With `-frozen` the guest is not shut down first. `qboot` is a peer: a fast firmware.
+"""
 
 import http.server
 import itertools
@@ -34,28 +39,46 @@ app.command()(main)
 write = partial(write_rows, rows)
 
 
-def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
-    """Returns a row of a boot whose stages have these durations in s."""
+ROUNDS = 10
+MEDIAN_ROUND_S = (ROUNDS - 1) / 2 / 1000
+"""Round n takes n ms longer, in one of its stages; this is the median of that."""
+SHUT_S, NEW_QEMU_S, FIRMWARE_S, LOADER_S, KEXEC_LOADER_S, KERNEL_S, USER_S = 2.0, 0.2, 0.5, 1.3, 0.5, 2.0, 4.0
+"""Stages of `booted`: shut down, start QEMU, firmware, boot loader (or the jump of kexec), kernel, user space."""
+COLD_S = SHUT_S + NEW_QEMU_S + FIRMWARE_S + LOADER_S + KERNEL_S + USER_S + MEDIAN_ROUND_S
+KEXEC_S = SHUT_S + KEXEC_LOADER_S + KERNEL_S + USER_S + MEDIAN_ROUND_S
+PHASE_SHUT_S, FROZEN_SHUT_S, LOAD_S, CONTINUE_S = 0.4, 0.1, 0.08, 0.1
+"""Stages of `restored`: shut down (or freeze), load the snapshot, run until the first answer."""
+LEAKED_KIB = 64 << 10
+REMAINING_KIB = 3277
+"""What a reboot by a phase does not recover of the leak: 5 %."""
+
+
+def booted(guest, how, number):
+    """Returns a row of a boot: each stage ends at a time of its own; kexec has no QEMU start and no firmware."""
     row = Row(
         case="reboot", guest=guest, memory_mib=512, how=how, round=number, first_us=20_000, silent_host_us=START_US
     )
-    at = START_US + number * 1000
-    for name, seconds in (
-        ("ended", shut),
-        ("running", new),
-        ("loader", firmware),
-        ("kernel", loader),
-        ("user", kernel),
-        ("served", user),
-    ):
-        at += round(seconds * 1e6)
-        if how != "kexec" or name in ("kernel", "user", "served"):
-            setattr(row, f"{name}_host_us", at)
-    row.gap_us = at - START_US
+    if how == "kexec":
+        stages = {"kernel": SHUT_S + KEXEC_LOADER_S, "user": KERNEL_S, "served": USER_S}
+    else:
+        stages = {
+            "ended": SHUT_S,
+            "running": NEW_QEMU_S,
+            "loader": FIRMWARE_S,
+            "kernel": LOADER_S,
+            "user": KERNEL_S,
+            "served": USER_S,
+        }
+    at_us = START_US + number * 1000
+    for stage, seconds in stages.items():
+        at_us += round(seconds * 1e6)
+        setattr(row, f"{stage}_host_us", at_us)
+    row.gap_us = at_us - START_US
     return row
 
 
-def restored(guest, how, number, shut, load, rest, case="reboot"):
+def restored(guest, how, number, *, case="reboot", shut_s=PHASE_SHUT_S):
+    """Returns a row of a reboot by the phase that is named in `how`."""
     row = Row(
         case=case,
         guest=guest,
@@ -64,76 +87,66 @@ def restored(guest, how, number, shut, load, rest, case="reboot"):
         round=number,
         first_us=50_000,
         silent_host_us=START_US,
-        candidate=how[6:],
+        candidate=how.removeprefix("phase-"),
     )
-    row.ended_host_us = START_US + round(shut * 1e6)
-    row.load_us = round(load * 1e6) + number * 1000
+    row.ended_host_us = START_US + round(shut_s * 1e6)
+    row.load_us = round(LOAD_S * 1e6) + number * 1000
     row.running_host_us = row.ended_host_us + row.load_us
-    row.served_host_us = row.running_host_us + round(rest * 1e6)
+    row.served_host_us = row.running_host_us + round(CONTINUE_S * 1e6)
     row.gap_us = row.served_host_us - START_US
     return row
 
 
-def leaked(guest, how, number, before, leaked_kib, after):
-    row = restored(guest, how, number, 1.0, 0.1, 0.1, "leak")
-    row.leaked_bytes = 64 << 20
-    row.slab_before_kib, row.slab_leaked_kib, row.slab_after_kib = before, leaked_kib, after
+def leaked(guest, how, number, remaining_kib):
+    """Returns a row of a reboot after a leak; slabs are the kernel's memory of its own objects."""
+    row = restored(guest, how, number, case="leak")
+    row.leaked_bytes = LEAKED_KIB << 10
+    row.slab_before_kib = 20_000
+    row.slab_leaked_kib = row.slab_before_kib + LEAKED_KIB
+    row.slab_after_kib = row.slab_before_kib + remaining_kib
     row.available_before_kib, row.available_leaked_kib, row.available_after_kib = 400_000, 334_000, 400_000
+    return row
+
+
+def by_qboot(number):
+    row = Row(case="peers", guest="micro", memory_mib=512, how="qboot", round=number, gap_us=10**6, first_us=10**4)
+    row.silent_host_us = row.ended_host_us = START_US
+    row.served_host_us = START_US + 10**6
     return row
 
 
 def made_up():
     made = []
-    for number in range(10):
-        made.append(booted("debian", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        made.append(booted("debian", "kexec", number, 2.0, 0.0, 0.0, 0.5, 2.0, 4.0))
-        made.append(booted("immutable", "cold", number, 2.0, 0.2, 0.5, 1.3, 2.0, 4.0))
-        made.append(restored("immutable", "phase-services", number, 0.4, 0.08, 0.1))
-        made.append(restored("immutable", "phase-services-frozen", number, 0.1, 0.08, 0.1))
-        made.append(leaked("micro", "cold", number, 9_000, 75_000, 8_900))
-        made.append(leaked("immutable", "phase-services", number, 20_000, 85_536, 20_000 + 3277))
-        peer = restored("micro", "phase-services", number, 0.4, 0.08, 0.1, "peers")
-        made.append(peer)
-        made.append(
-            Row(
-                case="peers",
-                guest="micro",
-                memory_mib=512,
-                how="qboot",
-                round=number,
-                gap_us=10**6,
-                first_us=10**4,
-                silent_host_us=START_US,
-                ended_host_us=START_US,
-            )
-        )
-        made[-1].served_host_us = START_US + 10**6
+    for number in range(ROUNDS):
+        made += [booted("debian", "cold", number), booted("debian", "kexec", number)]
+        made += [booted("immutable", "cold", number), restored("immutable", "phase-services", number)]
+        made.append(restored("immutable", "phase-services-frozen", number, shut_s=FROZEN_SHUT_S))
+        made.append(leaked("micro", "cold", number, remaining_kib=-100))
+        made.append(leaked("immutable", "phase-services", number, REMAINING_KIB))
+        made += [restored("micro", "phase-services", number, case="peers"), by_qboot(number)]
     return made
 
 
 def test_known_rows_give_known_figures(tmp_path):
-    """Medians of rounds 0 to 9; round n adds n ms to one stage, so 4.5 ms to a median.
-
-    A cold boot takes 10 s, kexec 8.5 s; the late phase 0.4 + 0.08 + 0.1 s. 3277 of 65536 KiB (5 %) of a leak remain.
-    """
     findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
     by_id = {figure.id: figure for figure in findings.figures}
     kexec = by_id["kexec_vs_cold"]
-    assert kexec.value == pytest.approx(8.5045 / 10.0045, rel=1e-3) and not kexec.met and kexec.n == 10
+    assert kexec.value == pytest.approx(KEXEC_S / COLD_S, rel=1e-3) and not kexec.met and kexec.n == ROUNDS
     assert kexec.contrast.result.low <= kexec.value <= kexec.contrast.result.high
-    assert kexec.extra["cold_before_kernel_s"] == pytest.approx(2.0)
-    assert kexec.extra["kexec_from_kernel_s"] == kexec.extra["cold_from_kernel_s"] == pytest.approx(6.0)
-    late = by_id["phase_late_vs_cold"]
-    assert late.value == pytest.approx(0.5845 / 10.0045, rel=1e-3) and late.met
-    assert late.extra["ratio_without_shutting_down"] == pytest.approx(0.1845 / 8.0, rel=1e-2)
+    assert kexec.extra["cold_before_kernel_s"] == pytest.approx(NEW_QEMU_S + FIRMWARE_S + LOADER_S)
+    assert kexec.extra["kexec_from_kernel_s"] == pytest.approx(KERNEL_S + USER_S)
+    assert kexec.extra["cold_from_kernel_s"] == pytest.approx(KERNEL_S + USER_S)
+    late, late_s = by_id["phase_late_vs_cold"], LOAD_S + CONTINUE_S + MEDIAN_ROUND_S
+    assert late.value == pytest.approx((PHASE_SHUT_S + late_s) / COLD_S, rel=1e-3) and late.met
+    assert late.extra["ratio_without_shutting_down"] == pytest.approx(late_s / (COLD_S - SHUT_S), rel=1e-2)
     frozen = by_id["phase_late_frozen_vs_cold"]
-    assert frozen.value == pytest.approx(0.2845 / 10.0045, rel=1e-3) and frozen.met
-    load = by_id["phase_restore_ms"]
-    assert load.value == pytest.approx(84.5) and load.met
-    assert load.extra["low95"] <= 84.5 <= load.extra["high95"]
-    assert load.extra["after_the_former_guests_end"] == pytest.approx(84.5)
+    assert frozen.value == pytest.approx((FROZEN_SHUT_S + late_s) / COLD_S, rel=1e-3) and frozen.met
+    load, load_ms = by_id["phase_restore_ms"], 1000 * (LOAD_S + MEDIAN_ROUND_S)
+    assert load.value == pytest.approx(load_ms) and load.met
+    assert load.extra["low95"] <= load_ms <= load.extra["high95"]
+    assert load.extra["after_the_former_guests_end"] == pytest.approx(load_ms)
     leak = by_id["leak_recovered"]
-    assert leak.value == pytest.approx(0.95, abs=1e-3) and not leak.met
+    assert leak.value == pytest.approx(1 - REMAINING_KIB / LEAKED_KIB, abs=1e-3) and not leak.met
     assert leak.extra["micro_cold"] == 1.0, "less than before the leak is all of it"
     assert any("phase_restore_ms_micro" in line for line in findings.absent)
 
@@ -156,7 +169,10 @@ def test_stages_add_up_to_the_downtime(tmp_path):
         parts = sum(value for key, value in line.items() if isinstance(value, float) and key != "n")
         assert parts == pytest.approx(whole[0]["downtime"], rel=1e-3)
     kexec = next(line for line in analysis.stages(frame) if line["reboot"] == "kexec")
-    assert kexec[analysis.JUMP] == pytest.approx(2.5045, rel=1e-3) and kexec["firmware"] is None
+    assert (
+        kexec[analysis.JUMP] == pytest.approx(SHUT_S + KEXEC_LOADER_S + MEDIAN_ROUND_S, rel=1e-3)
+        and kexec["firmware"] is None
+    )
     peers = {line["how"]: line for line in analysis.peers(frame)}
     assert peers["qboot"]["first answer"] == pytest.approx(1.0) and peers["qboot"]["running"] is None
 
@@ -167,7 +183,7 @@ def test_a_raw_file_is_analysed_and_drawn_again(tmp_path):
     result = CliRunner().invoke(app, ["os", "--from-raw", str(tmp_path / "os-raw.csv"), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "os.json").read_text())
-    assert document["figures"]["phase_restore_ms"]["value"] == pytest.approx(84.5)
+    assert document["figures"]["phase_restore_ms"]["value"] == pytest.approx(1000 * (LOAD_S + MEDIAN_ROUND_S))
     for plot in document["plots"]:
         assert (tmp_path / plot).stat().st_size > 1000
     assert "shut down and jump" in (tmp_path / "os.md").read_text()

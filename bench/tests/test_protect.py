@@ -1,4 +1,9 @@
-"""Topic `protect`: figures, tables and plots from invented rows."""
+"""Topic `protect`: figures, tables and plots from invented rows.
+
+A protector saves a guest's memory to a store as checkpoints, and stops the guest for each: a pause. Its policies:
+`basic` copies all dirty pages in the pause; `cow` later, each page before the guest changes it; `default`. QEMU's own
+ways to save a guest, `background-snapshot` and `full`, are the peers.
+"""
 
 import json
 from functools import partial
@@ -18,6 +23,16 @@ app = typer.Typer()
 app.command()(main)
 
 MIB = 1 << 20
+SAMPLES = 8
+"""Pauses of each size and way; each is 0.01 ms longer than the one before."""
+MEDIAN_STEP_MS = 0.01 * (SAMPLES - 1) / 2
+PAUSE_MS = {512: 2.0, 2048: 1.5}
+"""First pause of `default`, by MiB of RAM."""
+PEER_PAUSE_MS = 4.0
+INTERVAL_PAUSE_MS = {"default": 2.0, "cow": 3.0, "basic": 50.0}
+"""Pause of each policy in the case `intervals`."""
+UNPROTECTED_S, PROTECTED_S, WINDOW_CHECKPOINTS, PROTECTOR_CPU_S = (20.0, 22.0), 21.42, 10, 1.05
+"""Windows of the case `intervals`: two without protection, and between them one with."""
 
 
 def checkpoint(case, how, stopped_ms, *, mib=512, every=2.0, interval=None, round=0, **more):  # noqa: A002
@@ -74,24 +89,25 @@ def window(how, seconds, *, case="slowdown", workload="compile", round=0, **more
 
 
 def made_up(wrong=0, kept=0.26, slower=1.02):
+    """`wrong`: wrong pages; `kept`: actual interval (s) for 0.25 s; `slower`: time of protected by unprotected work."""
     made = []
-    for mib, ours in ((512, 2.0), (2048, 1.5)):
-        made += [checkpoint("pause", "default", ours + i / 100, mib=mib) for i in range(8)]
-        made += [checkpoint("pause", "basic", 40.0 + i, mib=mib) for i in range(8)]
-        made += [save("background-snapshot", 4.0 + i / 100, mib) for i in range(8)]
+    for mib, ours_ms in PAUSE_MS.items():
+        made += [checkpoint("pause", "default", ours_ms + i / 100, mib=mib) for i in range(SAMPLES)]
+        made += [checkpoint("pause", "basic", 40.0 + i, mib=mib) for i in range(SAMPLES)]
+        made += [save("background-snapshot", PEER_PAUSE_MS + i / 100, mib) for i in range(SAMPLES)]
         made += [save("full", 900.0 + i, mib) for i in range(2)]
     for every in (10.0, 5.0, 2.0, 1.0, 0.25):
         actual = kept if every == 0.25 else every
-        for how, stopped in (("default", 2.0), ("cow", 3.0), ("basic", 50.0)):
+        for how, stopped in INTERVAL_PAUSE_MS.items():
             made += [checkpoint("intervals", how, stopped, every=every, interval=actual) for _ in range(4)]
             # A full checkpoint, and one after a small change: neither counts in the steady state.
             made.append(checkpoint("intervals", how, 900.0, every=every, full=1, interval=actual))
             made.append(
                 checkpoint("intervals", how, stopped, every=every, interval=actual, compressed_bytes=100, bytes=90000)
             )
-    made += [window("none", 20.0, case="intervals"), window("none", 22.0, case="intervals")]
-    protected = {"case": "intervals", "every_s": 2.0, "store": "disk", "cpu_us": 1_050_000, "peak_kib": 51200}
-    made.append(window("default", 21.42, checkpoints=10, **protected))
+    made += [window("none", seconds, case="intervals") for seconds in UNPROTECTED_S]
+    costs = {"cpu_us": int(PROTECTOR_CPU_S * 1e6), "peak_kib": 50 * 1024, "checkpoints": WINDOW_CHECKPOINTS}
+    made.append(window("default", PROTECTED_S, case="intervals", every_s=2.0, store="disk", **costs))
     for number in range(4):
         made.append(window("none", 20.0 + number / 10, round=number))
         made.append(window("default", (20.0 + number / 10) * slower, round=number))
@@ -141,10 +157,7 @@ def figures_of(tmp_path, **changes):
 
 
 def test_known_rows_give_known_figures(tmp_path):
-    """Medians of `made_up`: pauses of 2.035 and 1.535 ms against 4.035 ms of the peer; the larger ratio counts.
-
-    At 2 s `default` pauses 2 ms, `cow` 3 ms and `basic` 50 ms. 10.5 MiB were written for 10 MiB of dirty pages.
-    """
+    """Of the two sizes of RAM, the one with the larger ratio counts. 10.5 MiB hold 10 MiB of compressed pages."""
     figures = figures_of(tmp_path)
     assert set(figures) == {
         "pause_vs_background_snapshot",
@@ -157,13 +170,15 @@ def test_known_rows_give_known_figures(tmp_path):
         "pages_wrong_1000",
     }
     pause = figures["pause_vs_background_snapshot"].as_json()
-    assert pause["value"] == pytest.approx(2.035 / 4.035, rel=1e-3)  # the worse of the two sizes
-    assert pause["ratio_2G"] == pytest.approx(1.535 / 4.035, rel=1e-3)
-    assert (pause["n"], pause["met"], pause["verdict"]) == (8, True, "better")
+    peer_ms = PEER_PAUSE_MS + MEDIAN_STEP_MS
+    assert pause["value"] == pytest.approx((PAUSE_MS[512] + MEDIAN_STEP_MS) / peer_ms, rel=1e-3)
+    assert pause["ratio_2G"] == pytest.approx((PAUSE_MS[2048] + MEDIAN_STEP_MS) / peer_ms, rel=1e-3)
+    assert (pause["n"], pause["met"], pause["verdict"]) == (SAMPLES, True, "better")
     basic = figures["pause_vs_basic"].as_json()
-    assert (basic["value"], basic["ratio_default_2s"], basic["ratio_cow_2s"]) == (0.06, 0.04, 0.06)
+    of_default, of_cow = (INTERVAL_PAUSE_MS[how] / INTERVAL_PAUSE_MS["basic"] for how in ("default", "cow"))
+    assert (basic["value"], basic["ratio_default_2s"], basic["ratio_cow_2s"]) == (of_cow, of_default, of_cow)
     assert basic["ours_is"] == "cow, every 2 s"
-    assert figures["bytes_vs_dirty"].value == pytest.approx(1.05)
+    assert figures["bytes_vs_dirty"].value == pytest.approx(10.5 / 10)
     assert figures["bytes_vs_dirty"].n == 4
     assert figures["commit_vs_dd"].value == pytest.approx(1.2, rel=1e-4)
     assert (figures["interval_kept"].value, figures["interval_kept"].met) == (0.25, True)
@@ -190,11 +205,12 @@ def test_a_missed_bar_is_reported(tmp_path, changes, id_, value):
 
 
 def test_overhead_and_level_of_protection(tmp_path):
-    """The window of 21.42 s is compared with the mean (21 s) of the windows before and after; it has 10 checkpoints."""
+    """Overhead is against the mean of the windows before and after; the level is checkpoints per 100 s."""
     (line,) = analysis.overheads(write(tmp_path / "r.csv", made_up()))
-    assert line["overhead %"] == pytest.approx(2.0)  # against the mean of the windows before and after
-    assert line["level %"] == pytest.approx(100 * 10 / 21.42)
-    assert line["protector's CPU %"] == pytest.approx(105 / 21.42)
+    unprotected_s = sum(UNPROTECTED_S) / 2
+    assert line["overhead %"] == pytest.approx(100 * (PROTECTED_S / unprotected_s - 1))
+    assert line["level %"] == pytest.approx(100 * WINDOW_CHECKPOINTS / PROTECTED_S)
+    assert line["protector's CPU %"] == pytest.approx(100 * PROTECTOR_CPU_S / PROTECTED_S)
     assert line["peak MB"] == 50
 
 
@@ -226,7 +242,6 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
 
 
 def test_missing_rows_are_reported(tmp_path):
-    """Each of the eight figures, two of them for either size or policy."""
     findings = analysis.figures(write(tmp_path / "r.csv", [save("full", 1.0)]), "r.csv")
     assert findings.figures == []
     assert len(findings.absent) == 10  # each of the eight, two of them for either size or policy

@@ -1,4 +1,8 @@
-"""Topic `restore`: figures, tables and plots from invented rows."""
+"""Topic `restore`: figures, tables and plots from invented rows.
+
+Ways to restore a guest from a checkpoint: `lazy` (memory is loaded on demand while the guest runs), `eager` (before it
+runs), `prepared` (lazy, by a QEMU that was started in advance), and QEMU's own `incoming` as the peer.
+"""
 
 import json
 from functools import partial
@@ -20,40 +24,35 @@ app.command()(main)
 STEPS = steps([("prepare", "start QEMU", 0, 40), ("renew", "load its devices", 40, 20), ("settle", "record", 60, 500)])
 
 
-def back(case, how, ms, number, *, mib=512, store="disk", **more):
+def restored(case, how, ms, number, *, mib=512, store="disk", **more):
+    """Returns a row of a restore that takes `ms` until the guest runs."""
     columns = {"restore_us": int(ms * 1000), "fill_us": 2_000_000, "steps": STEPS, **more}
     return Row(
         case=case, what="restore", memory_mib=mib, workload="compile", store=store, how=how, round=number, **columns
     )
 
 
-def rest(how, seconds, number, workload="compile", digest="aa"):
-    return Row(
-        case="after",
-        what="window",
-        memory_mib=512,
-        workload=workload,
-        store="disk",
-        how=how,
-        round=number,
-        units=100,
-        rest_us=int(seconds * 1e6),
-        digest=digest,
-    )
+def window(case, how, number, *, store="disk", **more):
+    """Returns a row of a piece of work; `digest` is that of its result."""
+    key = {"case": case, "what": "window", "memory_mib": 512, "workload": "compile", "store": store, "how": how}
+    return Row(round=number, units=100, **key, **more)
 
 
 def made_up(slower=1.03, digest="aa"):
-    made = [back("restore", "lazy", 80.0 + i, i) for i in range(9)]
-    made += [back("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
-    made += [back("restore", "eager", 900.0, i) for i in range(3)]
-    made += [back("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
-    made += [back("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
-    made += [back("prepared", "lazy", 90.0, i) for i in range(3)]
-    made += [back("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
+    """`slower`: time of the second half of the work after a restore, by its time without; `digest`: its result."""
+    made = [restored("restore", "lazy", 80.0 + i, i) for i in range(9)]
+    made += [restored("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
+    made += [restored("restore", "eager", 900.0, i) for i in range(3)]
+    made += [restored("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
+    made += [restored("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
+    made += [restored("prepared", "lazy", 90.0, i) for i in range(3)]
+    made += [restored("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
     for number in range(4):
-        made.append(rest("undisturbed", 20.0 + number, number))
-        made.append(rest("lazy", (20.0 + number) * slower, number, digest=digest))
-        made.append(back("after", "lazy", 85.0, number, demanded_pages=1000, filled_pages=5000, worst_us=3000 + number))
+        rest_us = (20 + number) * 1_000_000
+        made.append(window("after", "undisturbed", number, rest_us=rest_us, digest="aa"))
+        made.append(window("after", "lazy", number, rest_us=int(rest_us * slower), digest=digest))
+        pages = {"demanded_pages": 1000, "filled_pages": 5000, "worst_us": 3000 + number}
+        made.append(restored("after", "lazy", 85.0, number, **pages))
     return made
 
 
@@ -96,24 +95,13 @@ def test_table_2(tmp_path):
     assert line["results equal"] == "0 of 4"
 
 
-def moved(digest):
+def moved(libvirt_digest):
+    """Returns restores on another host, of a guest of Rekindle and of libvirt, with the results of their work."""
     made = []
-    for number, how, own in ((0, "elsewhere", "aa"), (1, "libvirt", digest)):
-        made.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
-        for which, what in (("undisturbed", "aa"), (how, own)):
-            window = {"units": 100, "digest": what}
-            made.append(
-                Row(
-                    case="elsewhere",
-                    what="window",
-                    memory_mib=512,
-                    workload="compile",
-                    store="tls",
-                    how=which,
-                    round=number,
-                    **window,
-                )
-            )
+    for number, (how, digest) in enumerate((("elsewhere", "aa"), ("libvirt", libvirt_digest))):
+        made.append(restored("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
+        made.append(window("elsewhere", "undisturbed", number, store="tls", digest="aa"))
+        made.append(window("elsewhere", how, number, store="tls", digest=digest))
     return made
 
 

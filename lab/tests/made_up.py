@@ -16,7 +16,7 @@ def steps(spans):
     ]
 
 
-def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
+def record(how, *, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
     """Returns a record whose probe got `rate` answers per second for `seconds`, except in a gap from `stop_ms` on.
 
     The guest is stopped from `stop_ms` to `resume_ms`; times count from START_US. `failed`: number of failed requests.

@@ -8,6 +8,7 @@
 
 import itertools
 import json
+import math
 import operator
 import time
 import tomllib
@@ -136,19 +137,22 @@ def test_a_group_is_kept_apart_for_all_vms_of_a_host():
 
 
 def test_unmet_capacity_and_groups_are_reported_with_a_sufficient_interval():
-    """A host is away for 500,000 s, two hosts are 241,920 s apart: 3 overlap.
-
-    10 hosts that follow each other need 10 times the time of one: 57.9 days.
-    """
+    """Each host is away for longer than two spacings of hosts, so 3 overlap, unless the interval is long enough."""
     document = tomllib.loads(TEXT)
     vms_table(document, "web", "gpu")["allow_vmm"] = ["cold"]
     document["vmm"]["cold"] |= {"degraded_rate": 0.7, "degraded_s": 500_000}
+    away_s = 2 * 43 + 243 + 500_000  # of a host "web": two warm VMs and the cold one
+    spacing_s = 28 * DAY_S / 10  # of 10 hosts
+    assert 2 * spacing_s < away_s < 3 * spacing_s
     plan = make(parse(document))
     assert plan.rolling.concurrent == 3
     text = "\n".join(plan.rolling.conflicts)
-    assert "capacity 0.9 allows 1 of 10 hosts at a time, it needs 3: an interval of 57.9 days would do" in text
+    sufficient_d = f"{10 * away_s / DAY_S:.1f}"
+    assert (
+        f"capacity 0.9 allows 1 of 10 hosts at a time, it needs 3: an interval of {sufficient_d} days would do" in text
+    )
     assert "group 'web': two of its 6 hosts overlap" in text
-    document["vmm_interval_max_d"] = 58
+    document["vmm_interval_max_d"] = math.ceil(10 * away_s / DAY_S)
     assert not any("capacity" in problem for problem in make(parse(document)).rolling.conflicts)
 
 
@@ -211,7 +215,9 @@ def test_if_availability_is_missed_in_any_case_the_capacity_is_kept():
 
 
 def test_vms_of_a_host_share_what_its_capacity_leaves():
-    """A host may be away for 241,620 s, a slow VM takes 100,001 s: the host may have two of them."""
+    """A host may be away until the next one is (less a timer's tick), which is enough for two slow VMs."""
+    slow_vm_s = 1 + 100_000
+    assert 2 * slow_vm_s <= 28 * DAY_S / 10 - TICK_S < 3 * slow_vm_s
     text = CAPACITY.replace("degraded_s = 300_000", "degraded_s = 100_000")
     text += "count = 2\n" + '[[hosts.vms]]\nname = "other"\n[[hosts.vms]]\nname = "fixed"\nallow_vmm = ["slow"]\n'
     assert chosen_vmm_techniques(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}

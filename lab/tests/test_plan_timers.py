@@ -30,7 +30,7 @@ def host_plan(name="web-2"):
 def test_a_hosts_phases_follow_from_its_place_in_the_order():
     plan = host_plan()
     place = make(fleet()).rolling.hosts.index("web-2")
-    assert plan.vmm_phase_s == START_UNIX_S + round(place * 2.8 * DAY_S)  # 10 hosts in 28 days
+    assert plan.vmm_phase_s == START_UNIX_S + round(place * 28 * DAY_S / 10)  # 10 hosts in 28 days
     assert [vm.name for vm in plan.vms] == ["front-1", "front-2", "gpu"]
     phases = [vm.os_phase_s for vm in plan.vms]
     assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)  # three VMs in the OS's 7 days
@@ -53,7 +53,8 @@ def test_units_are_what_systemd_understands(tmp_path):
 
 
 def test_warm_timers_are_independent_and_cold_ones_coupled():
-    """28 days are 2,419,200 s, 7 days 604,800 s. gpu is renewed cold: its VMM's renewal sets the stamp `os-gpu`."""
+    """gpu is renewed cold: its VMM's renewal sets the stamp `os-gpu`, too."""
+    vmm_interval_s, os_interval_s = 28 * 86_400, 7 * 86_400
     files = units(host_plan(), "/usr/bin/rekindle")
 
     def renew_arguments(name):
@@ -61,10 +62,10 @@ def test_warm_timers_are_independent_and_cold_ones_coupled():
 
     phase = host_plan().vmm_phase_s
     command = "-- /usr/bin/rekindle reboot vmm"
-    assert renew_arguments("vmm-front-1") == f"vmm-front-1 2419200 {phase} {command} front-1 --how warm"
-    assert renew_arguments("vmm-gpu") == f"vmm-gpu 2419200 {phase} os-gpu {command} gpu --how cold"
-    assert renew_arguments("os-gpu").startswith("os-gpu 604800 - -- ")
-    assert renew_arguments("os-front-1").startswith("os-front-1 604800 18")  # a phase near START_UNIX_S
+    assert renew_arguments("vmm-front-1") == f"vmm-front-1 {vmm_interval_s} {phase} {command} front-1 --how warm"
+    assert renew_arguments("vmm-gpu") == f"vmm-gpu {vmm_interval_s} {phase} os-gpu {command} gpu --how cold"
+    assert renew_arguments("os-gpu").startswith(f"os-gpu {os_interval_s} - -- ")
+    assert renew_arguments("os-front-1").startswith(f"os-front-1 {os_interval_s} 18")  # a phase near START_UNIX_S
     assert "reboot os front-1 --how cold" in renew_arguments("os-front-1")
 
 

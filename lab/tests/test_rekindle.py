@@ -78,7 +78,7 @@ def test_probes_end_with_a_failing_body(tmp_path):
 
 def test_the_gap_around_a_stop_is_measured_from_the_stop():
     # Stopped 3000 ms after the start of the probe, resumed at 3005 ms; the client saw a gap of 14 ms.
-    probe = record("warm", 3000, 3005, 14)["probe"]
+    probe = record("warm", stop_ms=3000, resume_ms=3005, gap_ms=14)["probe"]
     stop, resume = START_US + 3_000_000, START_US + 3_005_000
     assert gap_around(probe, stop, resume) == (stop, stop + 14_000, 14_000)
     probe["gaps"] = []

@@ -14,38 +14,26 @@ from rekindle_lab.rekindle import RekindleError
 
 from . import direct, reboot
 from .emulated_hosts import HostEnvironment
+from .fault_points import FAULTS
 from .machine import Guest, Machine, MachineError, machine
 from .plan import SMALL_MIB, Plan
 from .rows import HOWS, Row
 
-FAULTS = (
-    "host.suspend.journalled:kill",
-    "host.suspend.stopped:kill",
-    "host.suspend.saved:kill",
-    "host.suspend.listed:kill",
-    "host.suspend.committed:kill",
-    "host.suspend.ended:kill",
-    "host.resume.placed:kill",
-    "host.resume.loaded:kill",
-    "host.resume.loaded:kill-new",
-    "host.resume.struck:kill",
-    "host.resume.resumed:kill",
-    "host.resume.recorded:kill",
-)
-"""Every numbered point of a suspend and a resume, except the points at which a killed Rekindle would take a running
-QEMU along: the death of a running QEMU would not be a fault of a reboot."""
-DROP_IN = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
-"""Drop-in of a systemd unit of the host, which makes the unit's command fail; the next two are its content."""
-SUSPEND_WITH = """[Service]
+DROP_IN = "/etc/systemd/system/rekindle-{command}.service.d/fault.conf"
+"""Drop-in of the systemd unit that runs `rekindle host COMMAND` on an emulated host."""
+DROP_IN_TEXT = {
+    "suspend": """[Service]
 ExecStop=
 ExecStop=/usr/bin/env REKINDLE_FAULT={fault} /usr/bin/rekindle host suspend --planned
-"""
-# The fault must happen once only: systemd starts a failed resume again.
-RESUME_WITH = """[Service]
+""",
+    # The fault must happen once only: systemd starts a failed resume again.
+    "resume": """[Service]
 ExecStart=
 ExecStart=/usr/bin/rekindle host mount
 ExecStart=/bin/sh -c 'test -e /run/hit || {{ >/run/hit; export REKINDLE_FAULT={fault}; }}; exec rekindle host resume'
-"""
+""",
+}
+"""The drop-in's content, which injects a fault into the unit's command, by command."""
 FAULT_VMS = 2
 """Number of guests in a reboot with a fault: either all of them or none are suspended."""
 
@@ -128,36 +116,35 @@ def reboot_once(
 
 def sizes(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one guest, from small to large."""
-    for memory_mib, counts in plan.sizes.items():
+    for memory_mib, counts in plan.ways_by_mib.items():
         ways(env, plan, "sizes", 1, memory_mib, counts)
 
 
 def counts(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one small guest, then with several."""
-    for vms, rounds_by_way in plan.counts.items():
+    for vms, rounds_by_way in plan.ways_by_vms.items():
         ways(env, plan, "counts", vms, SMALL_MIB, rounds_by_way)
 
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm several times in a row, with connections open during all reboots."""
-    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.losses})
+    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.rounds_in_a_row})
 
 
 def faults(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm with a fault at a random point: first guests on this machine, then an emulated host."""
     rounds = Rounds(env, plan, "faults")
-    if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct, "direct"):
-        on_this_machine(env, rounds, plan.direct)
-    if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
+    if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct_faults, "direct"):
+        on_this_machine(env, rounds, plan.direct_faults)
+    if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
         return
     with host(env) as emulated, reboot.with_guests(emulated, FAULT_VMS, SMALL_MIB) as guests:
-        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated):
+        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
             fault = random.Random(f"emulated {round_number}").choice(FAULTS)
-            part, text = ("suspend", SUSPEND_WITH) if ".suspend." in fault else ("resume", RESUME_WITH)
             emulated.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
-            emulated.write(DROP_IN.format(part=part), text.format(fault=fault))
+            emulated.write(DROP_IN.format(command=fault.command), DROP_IN_TEXT[fault.command].format(fault=fault))
             emulated.ask("systemctl daemon-reload")
-            reboot_once(env, emulated, guests, "faults", round_number, "warm", fault)
+            reboot_once(env, emulated, guests, "faults", round_number, "warm", str(fault))
 
 
 def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
@@ -167,7 +154,7 @@ def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
     """
     suspend_dir, config = env.work / "suspended", env.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
-    rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config)
+    rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config, suspend_dir)
     on_host = replace(env, rekindle=rekindle)
     guests = [env.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, FAULT_VMS + 1)]
     with on_host.ours(guests[0]), on_host.ours(guests[1]):
@@ -179,7 +166,7 @@ def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
             names = [guest.name for guest in guests]
             note = ""
             try:
-                if not direct.reboot(rekindle, env.netns, suspend_dir, names, fault, f"round{round_number}"):
+                if not direct.reboot(rekindle, env.netns, names, fault, token=f"round{round_number}"):
                     note = "the fault did not happen"
             except RekindleError as error:
                 note = str(error)[:300]
@@ -196,7 +183,7 @@ def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
                         vm=guest.name,
                         where="direct",
                         outcome=outcome,
-                        fault=fault,
+                        fault=str(fault),
                         note=note,
                     )
                 )

@@ -1,4 +1,10 @@
-"""Suspends and resumes guests on this machine with a fault, by the commands of a host's systemd units."""
+"""A host's warm reboot, simulated with guests of this machine, and with a fault on the way (`reboot`).
+
+On a real host, systemd units run `rekindle host suspend` before the reboot and `rekindle host resume` after it. Warm
+means: the guests' RAM stays in place while the host gets a new kernel. Here the kernel stays; this module runs the same
+two commands, and in between removes what a reboot removes: QEMU processes, taps and the run directory. Two things
+survive, as on a host: the RAM files, and the *suspend record* that the first command writes and the second one reads.
+"""
 
 import json
 import os
@@ -13,38 +19,50 @@ from pathlib import Path
 from rekindle_lab.guests import Guest
 from rekindle_lab.rekindle import COMMAND_DEADLINE_S, Rekindle, RekindleError
 
-ENDING_S = 30.0
+from .fault_points import Fault
+from .rows import Outcome
+
+QEMUS_END_S = 30.0
 """Deadline for killed QEMUs to end."""
+GUEST_READY_S = 60.0
+"""Deadline for a guest to answer after a reboot."""
+RECOVER_STATUSES = range(4)
+"""Exit statuses of `rekindle recover`. None is an error here: `outcome` judges the guest itself."""
 
 
 @dataclass(frozen=True)
 class DirectRekindle(Rekindle):
-    """Rekindle as on a host whose RAM and suspend record outlive the run directory."""
+    """Rekindle with the configuration of a host (`host.toml`), which puts the suspend record into `suspend_dir`."""
 
     config: Path
+    suspend_dir: Path
 
     @property
     def environment(self) -> dict[str, str]:
         """Returns the environment of Rekindle's commands."""
         return {**super().environment, "REKINDLE_HOST_CONFIG": str(self.config)}
 
-    def unit(self, words: Sequence[str], fault: str) -> bool:
-        """Runs a unit's command with a fault, and without the fault if the first run fails, as the units do.
+    def run_as_unit(self, arguments: Sequence[str], fault: Fault | None) -> bool:
+        """Runs a systemd unit's command with a fault. If it fails, runs it again without, as the unit does.
 
         Returns whether the first run failed.
         """
-        first = self._run(words, fault)
-        if first != 0 and (again := self._run(words, "")) != 0:
-            raise RekindleError(f"rekindle {' '.join(words)}: exit status {first} with {fault}, then {again} without")
-        return first != 0
+        first_status = self._exit_status(arguments, fault)
+        if first_status == 0:
+            return False
+        second_status = self._exit_status(arguments, None)
+        if second_status != 0:
+            raise RekindleError(
+                f"rekindle {' '.join(arguments)}: exit status {first_status} with {fault or 'no fault'}, "
+                f"then {second_status} without"
+            )
+        return True
 
-    def _run(self, words: Sequence[str], fault: str) -> int:
-        environment = self.environment | ({"REKINDLE_FAULT": fault} if fault else {})
-        command = [str(self.binary), *words]
+    def _exit_status(self, arguments: Sequence[str], fault: Fault | None) -> int:
         with (self.run_dir.parent / "units.log").open("ab") as log:
             return subprocess.run(
-                command,
-                env=environment,
+                [str(self.binary), *arguments],
+                env=self.environment | ({"REKINDLE_FAULT": str(fault)} if fault else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -52,64 +70,73 @@ class DirectRekindle(Rekindle):
                 check=False,
             ).returncode
 
-    def plan(self, names: Sequence[str], token: str) -> None:
-        """Writes the file that `rekindle reboot host` writes before it shuts the host down."""
+    def write_plan(self, names: Sequence[str], token: str) -> None:
+        """Writes the plan that `rekindle reboot host` leaves for `rekindle host suspend --planned`.
+
+        The suspend record gets the plan's `token`.
+        """
         plan = {"token": token, "how": "warm", "vms": [[name, "warm"] for name in names], "kernel": None}
         (self.run_dir / ".host-plan.json").write_text(json.dumps(plan))
 
+    def record_another_boot(self) -> None:
+        """Changes the suspend record as if the guests had been suspended under another kernel.
 
-def reboot(
-    rekindle: DirectRekindle, netns: str, suspend_dir: Path, names: Sequence[str], fault: str, token: str
-) -> bool:
-    """Suspends, removes what a reboot removes, and resumes. Returns whether the fault happened.
+        Within one boot, Rekindle trusts RAM without a check. After another boot it compares the digest of every page.
+        """
+        header = self.suspend_dir / "host.json"
+        if header.exists():
+            header.write_text(json.dumps({**json.loads(header.read_text()), "boot_id": "of another boot"}))
 
-    Replaces the boot ID in the record, so that every page is compared.
+
+def reboot(rekindle: DirectRekindle, netns: str, names: Sequence[str], fault: Fault, token: str) -> bool:
+    """Suspends the guests `names`, removes what a reboot removes, and resumes them. Returns whether the fault happened.
+
+    `netns`: the network namespace of the guests' taps.
     """
-    rekindle.plan(names, token)
-    failed = rekindle.unit(["host", "suspend", "--planned"], fault if ".suspend." in fault else "")
-    end_all(rekindle.run_dir)
+    rekindle.write_plan(names, token)
+    suspend_failed = rekindle.run_as_unit(
+        ["host", "suspend", "--planned"], fault if fault.command == "suspend" else None
+    )
+    kill_qemus(rekindle.run_dir)
     shutil.rmtree(rekindle.run_dir)
     remove_taps(netns)
-    head = suspend_dir / "host.json"
-    if head.exists():
-        head.write_text(json.dumps({**json.loads(head.read_text()), "boot_id": "of another boot"}))
-    failed |= rekindle.unit(["host", "resume"], fault if ".resume." in fault else "")
-    # Recovers the guests that still run.
+    rekindle.record_another_boot()
+    resume_failed = rekindle.run_as_unit(["host", "resume"], fault if fault.command == "resume" else None)
     for name in names:
-        rekindle.call("recover", name, ok=range(4))
-    return failed
+        rekindle.call("recover", name, ok=RECOVER_STATUSES)
+    return suspend_failed or resume_failed
 
 
-def processes(run_dir: Path) -> list[int]:
-    """Returns the QEMUs that have this run directory on their command line."""
+def running_qemus(run_dir: Path) -> list[int]:
+    """Returns the PIDs of the QEMUs that have this run directory on their command line."""
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                line = (entry / "cmdline").read_bytes()
+                command_line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if os.fsencode(run_dir) + b"/" in line and b"qemu" in line.split(b"\0")[0]:
+            if os.fsencode(run_dir) + b"/" in command_line and b"qemu" in command_line.split(b"\0")[0]:
                 pids.append(int(entry.name))
     return pids
 
 
-def end_all(run_dir: Path) -> None:
-    """Kills the QEMUs of a run directory, as the end of a host does."""
-    end = time.monotonic() + ENDING_S
-    while running := processes(run_dir):
+def kill_qemus(run_dir: Path) -> None:
+    """Kills the QEMUs of a run directory, and waits until they have ended."""
+    deadline = time.monotonic() + QEMUS_END_S
+    while running := running_qemus(run_dir):
         for pid in running:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        if time.monotonic() > end:
-            raise RekindleError(f"processes {running} do not end")
+        if time.monotonic() > deadline:
+            raise RekindleError(f"QEMUs {running} do not end within {QEMUS_END_S:g} s after SIGKILL")
         time.sleep(0.02)
 
 
 def remove_taps(netns: str) -> None:
-    """Removes the taps that Rekindle has made in a namespace, as the end of a host does."""
+    """Removes the taps that Rekindle has made in a network namespace, which has no other link than `lo`."""
     links = subprocess.run(
         ["ip", "-n", netns, "-json", "link", "show"], capture_output=True, text=True, check=True
     ).stdout
@@ -118,13 +145,16 @@ def remove_taps(netns: str) -> None:
             subprocess.run(["ip", "-n", netns, "link", "del", link["ifname"]], check=False, capture_output=True)
 
 
-def outcome(guest: Guest, boot_id: str) -> str:
-    """Returns a guest's outcome: see `Row.outcome`."""
+def outcome(guest: Guest, old_boot_id: str) -> Outcome:
+    """Returns what became of a guest, whose kernel had `old_boot_id` before the reboot.
+
+    `kept`: it continues with its memory; `booted`: it has booted; `gone`: it does not answer, or its memory is damaged.
+    """
     try:
-        guest.wait_ready(60.0)
-        if guest.command("boot-id") != boot_id:
+        guest.wait_ready(GUEST_READY_S)
+        if guest.command("boot-id") != old_boot_id:
             return "booted"
-        verified = guest.command("verify")
+        verified = guest.command("verify")  # `ok N`: N pages of those filled before the reboot have their content
         return "kept" if verified.startswith("ok ") and verified != "ok 0" else "gone"
     except (OSError, RuntimeError):
         return "gone"

@@ -32,7 +32,7 @@ class HostEnvironment(Environment):
 
     def breakdown_of(self, vms: int) -> tuple[str, ...]:
         """Returns the ways for which throughput over time is recorded: only with the largest number of guests."""
-        if vms != max(self.plan.counts):
+        if vms != max(self.plan.ways_by_vms):
             return ()
         recorded = {record["how"] for record in self.records}
         return tuple(how for how in HOWS if how not in recorded)

@@ -41,7 +41,7 @@ WRONG_EVERY_S = 0.05
 
 def pause(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures guest-stopped time while the guest compiles: every policy and every peer in turn, at each size."""
-    for index, (mib, wanted) in enumerate(plan.pause.items(), start=1):
+    for index, (mib, wanted) in enumerate(plan.pauses_by_mib.items(), start=1):
         env.log(f"pause: starting a guest with {size(mib)}")
         with env.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
             store = env.store("disk").fresh(guest.name)
@@ -165,7 +165,7 @@ def intervals(env: ProtectEnvironment, plan: Plan) -> None:
 def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures the same work with a checkpoint every 2 s and without protection, by turns: A B, B A, A B, ..."""
     with env.working("slow", MEMORY_MIB, 11) as (guest, work):
-        for workload, pairs in plan.slowdown.items():
+        for workload, pairs in plan.pairs_by_workload.items():
             store = env.store("disk").fresh(f"slowdown-{workload}")
             work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
             for round_number in range(pairs):
@@ -218,8 +218,8 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
         with protected(env.rekindle, guest.name, store, "1h") as protector:
             protector.stop()
         try:
-            for round_number in range(plan.commit):
-                env.log(f"commit: turn {round_number + 1} of {plan.commit}")
+            for round_number in range(plan.commits):
+                env.log(f"commit: turn {round_number + 1} of {plan.commits}")
                 _rewrite(guest, area_mib)
                 # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
                 with protected(env.rekindle, guest.name, store, "1h") as protector:
@@ -276,7 +276,7 @@ def wrong(env: ProtectEnvironment, plan: Plan) -> None:
         work.loop("compile")
         for round_number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
             # The default policy takes all of the checkpoints; each of the others takes a tenth.
-            count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
+            count = plan.compared_checkpoints if how == DEFAULT else max(1, plan.compared_checkpoints // 10)
             env.log(f"wrong: {count} checkpoints, {how}")
             store = env.store("disk").fresh(f"wrong-{how}")
             options = ("--keep", "1", "--count", str(count), "--compare")

@@ -35,21 +35,21 @@ class Plan:
     """Repetitions and settings of each case."""
 
     units: Units
-    pause: dict[int, Pause]
+    pauses_by_mib: dict[int, Pause]
     """Rounds of `pause` by MiB of RAM."""
     intervals_s: tuple[float, ...]
     """Checkpoint intervals of the case `intervals`."""
     cells: tuple[tuple[str, str, str], ...]
     """(store, workload, policy) of each cell for which every interval is measured."""
-    slowdown: dict[str, int]
+    pairs_by_workload: dict[str, int]
     """Pairs of windows, one with and one without protection, by workload."""
     rates: tuple[tuple[float, float], ...]
     """MB/s that the guest writes, and MB of the written area; a rate of 0 is an idle guest."""
     rate_checkpoints: int
     """Checkpoints at each rate."""
-    commit: int
+    commits: int
     """Commits of 46 MB, by turns with dd."""
-    wrong: int
+    compared_checkpoints: int
     """Checkpoints that precede the comparison of all memory."""
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
@@ -62,30 +62,30 @@ _OTHER_CELLS = tuple((store, workload, "default") for store in ("slow", "tls") f
 
 FULL = Plan(
     units=Units(),
-    pause={
+    pauses_by_mib={
         512: Pause(rounds=4, checkpoints=4, saves=_SAVES),
         2048: Pause(rounds=4, checkpoints=4, saves=_SAVES, touch="1G"),
         8192: Pause(rounds=1, checkpoints=4, saves=_SAVES, touch="2G"),
     },
     intervals_s=(10.0, 5.0, 2.0, 1.0, 0.25),
     cells=(*_DISK_CELLS, *_OTHER_CELLS),
-    slowdown={"compile": 10, "transcode": 10},
+    pairs_by_workload={"compile": 10, "transcode": 10},
     rates=((0.0, 0.0), (10.0, 128.0), (50.0, 128.0), (200.0, 128.0)),
     rate_checkpoints=8,
-    commit=10,
-    wrong=1000,
+    commits=10,
+    compared_checkpoints=1000,
 )
 
 QUICK = Plan(
     units=Units(compile=20, transcode=80),
-    pause={512: Pause(rounds=1, checkpoints=4, saves={"background-snapshot": 4, "mapped-ram": 1, "full": 1})},
+    pauses_by_mib={512: Pause(rounds=1, checkpoints=4, saves={"background-snapshot": 4, "mapped-ram": 1, "full": 1})},
     intervals_s=(2.0, 0.25),
     cells=(("disk", "compile", "default"), ("disk", "compile", "cow"), ("disk", "compile", "basic")),
-    slowdown={"compile": 2},
+    pairs_by_workload={"compile": 2},
     rates=((0.0, 0.0), (50.0, 64.0)),
     rate_checkpoints=3,
-    commit=3,
-    wrong=100,
+    commits=3,
+    compared_checkpoints=100,
     budget_s=400.0,
 )
 
@@ -93,8 +93,8 @@ QUICK = Plan(
 def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
-    for mib, full in FULL.pause.items():
-        own = plan.pause.get(mib)
+    for mib, full in FULL.pauses_by_mib.items():
+        own = plan.pauses_by_mib.get(mib)
         if own is None:
             lines.append(f"pause at {size(mib)}: all of it")
         elif own != full:
@@ -110,16 +110,16 @@ def left_out(plan: Plan) -> list[str]:
             f"length of a window: {plan.units.compile} files of {FULL.units.compile}, "
             f"{plan.units.transcode} frames of {FULL.units.transcode}"
         )
-    for workload, full_pairs in FULL.slowdown.items():
-        pairs = plan.slowdown.get(workload, 0)
+    for workload, full_pairs in FULL.pairs_by_workload.items():
+        pairs = plan.pairs_by_workload.get(workload, 0)
         if pairs < full_pairs:
             lines.append(f"slowdown of {workload}: {pairs} pairs of {full_pairs}")
     rates = [f"{rate:g} MB/s over {area:g} MB" for rate, area in FULL.rates if (rate, area) not in plan.rates]
     if rates:
         lines.append(f"memory written at: {', '.join(rates)}")
     for what, own_n, full_n in (
-        ("commits against dd", plan.commit, FULL.commit),
-        ("checkpoints before memory is compared", plan.wrong, FULL.wrong),
+        ("commits against dd", plan.commits, FULL.commits),
+        ("checkpoints before memory is compared", plan.compared_checkpoints, FULL.compared_checkpoints),
     ):
         if own_n < full_n:
             lines.append(f"{what}: {own_n} of {full_n}")

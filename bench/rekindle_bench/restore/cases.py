@@ -69,7 +69,7 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
     """
     with ExitStack() as stack:
         crashed: list[Crashed] = []
-        for index, mib in enumerate(plan.restore, start=1):
+        for index, mib in enumerate(plan.ways_by_mib, start=1):
             env.log(f"restore: starting a guest with {size(mib)}")
             guest, work = stack.enter_context(env.working(f"back{mib}", mib, index, plan.touch.get(mib)))
             work.loop("compile")
@@ -77,16 +77,16 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
             stack.callback(store.remove)
             _protect(env, guest, store)
             shown = env.rekindle.show(guest.name)
-            if plan.restore[mib].get("incoming", 0):
+            if plan.ways_by_mib[mib].get("incoming", 0):
                 saved = env.disk_dir / f"{guest.name}.save"
                 stack.callback(saved.unlink, missing_ok=True)
                 with env.qmp(guest) as qmp:
                     snapshot.save(qmp, "full", saved)
             env.crash(guest.name)
             crashed.append(Crashed(guest, store, shown))
-        for round_number in range(max(n for wanted in plan.restore.values() for n in wanted.values())):
+        for round_number in range(max(n for wanted in plan.ways_by_mib.values() for n in wanted.values())):
             for guest, store, shown in ((each.guest, each.store, each.shown) for each in crashed):
-                repetitions = plan.restore[guest.memory_mib]
+                repetitions = plan.ways_by_mib[guest.memory_mib]
                 ways = [how for how in repetitions if round_number < repetitions[how]]
                 env.log(f"restore: {size(guest.memory_mib)}: round {round_number + 1}: {', '.join(ways) or 'nothing'}")
                 for how in ways:
@@ -158,8 +158,8 @@ def prepared(env: RestoreEnvironment, plan: Plan) -> None:
         work.loop("compile")
         store = env.store("disk").fresh("spare")
         _protect(env, guest, store)
-        for round_number in range(plan.prepared):
-            env.log(f"prepared: round {round_number + 1} of {plan.prepared}")
+        for round_number in range(plan.prepared_restores):
+            env.log(f"prepared: round {round_number + 1} of {plan.prepared_restores}")
             for how in ("prepared", "lazy"):
                 env.crash(guest.name)
                 row = Row(
@@ -182,7 +182,7 @@ def after(workload: str) -> Callable[[RestoreEnvironment, Plan], None]:
     """Returns the case of table II: the second half of a workload after a restore, by turns with an undisturbed one."""
 
     def case(env: RestoreEnvironment, plan: Plan) -> None:
-        pairs = plan.after.get(workload, 0)
+        pairs = plan.crashes_by_workload.get(workload, 0)
         if not pairs:
             return
         piece = plan.pieces[workload]

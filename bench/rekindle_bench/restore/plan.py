@@ -22,7 +22,7 @@ class Piece:
 class Plan:
     """Repetitions of each case."""
 
-    restore: dict[int, dict[str, int]]
+    ways_by_mib: dict[int, dict[str, int]]
     """Restores by MiB of RAM and way: lazy, eager, incoming."""
     touch: dict[int, str]
     """Memory that a guest of this size (MiB) fills, so that a larger guest has more memory in use."""
@@ -30,9 +30,9 @@ class Plan:
     """Kinds of store for figure 4. The 512M guest is restored lazily from each kind."""
     store_restores: int
     """Restores from each store."""
-    prepared: int
+    prepared_restores: int
     """Restores into a prepared QEMU, and as many without one."""
-    after: dict[str, int]
+    crashes_by_workload: dict[str, int]
     """Windows with a crash and a restore, by workload; the number without is the same."""
     pieces: dict[str, Piece]
     """The work in the windows of `after`, by workload."""
@@ -43,7 +43,7 @@ class Plan:
 
 
 FULL = Plan(
-    restore={
+    ways_by_mib={
         512: {"lazy": 20, "eager": 8, "incoming": 8},
         2048: {"lazy": 8, "eager": 3, "incoming": 3},
         8192: {"lazy": 20, "eager": 2, "incoming": 2},
@@ -51,19 +51,19 @@ FULL = Plan(
     touch={2048: "1G", 8192: "2G"},
     stores=("disk", "slow", "tls"),
     store_restores=6,
-    prepared=16,
-    after={"compile": 3, "transcode": 4},
+    prepared_restores=16,
+    crashes_by_workload={"compile": 3, "transcode": 4},
     pieces={"compile": Piece(count=676, cut=20, first=636), "transcode": Piece(count=2400, cut=500)},
     units=Units(compile=100, transcode=400),
 )
 
 QUICK = Plan(
-    restore={512: {"lazy": 6, "eager": 2, "incoming": 2}, 8192: {"lazy": 6, "eager": 0, "incoming": 0}},
+    ways_by_mib={512: {"lazy": 6, "eager": 2, "incoming": 2}, 8192: {"lazy": 6, "eager": 0, "incoming": 0}},
     touch={8192: "512M"},
     stores=("disk",),
     store_restores=3,
-    prepared=4,
-    after={"compile": 2},
+    prepared_restores=4,
+    crashes_by_workload={"compile": 2},
     pieces={"compile": Piece(count=40, cut=20)},
     units=Units(compile=40, transcode=160),
     budget_s=400.0,
@@ -73,8 +73,8 @@ QUICK = Plan(
 def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
-    for mib, full in FULL.restore.items():
-        own = plan.restore.get(mib, {})
+    for mib, full in FULL.ways_by_mib.items():
+        own = plan.ways_by_mib.get(mib, {})
         omitted = [how for how, n in full.items() if not own.get(how, 0)]
         fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
         if omitted:
@@ -88,11 +88,11 @@ def left_out(plan: Plan) -> list[str]:
         lines.append(f"restores from: {', '.join(missing)}")
     if plan.store_restores < FULL.store_restores:
         lines.append(f"restores from each store: {plan.store_restores} of {FULL.store_restores}")
-    if plan.prepared < FULL.prepared:
-        lines.append(f"restores into a prepared QEMU: {plan.prepared} of {FULL.prepared}")
-    for workload, pairs in FULL.after.items():
-        if plan.after.get(workload, 0) < pairs:
-            lines.append(f"second halves of {workload}: {plan.after.get(workload, 0)} of {pairs}")
+    if plan.prepared_restores < FULL.prepared_restores:
+        lines.append(f"restores into a prepared QEMU: {plan.prepared_restores} of {FULL.prepared_restores}")
+    for workload, pairs in FULL.crashes_by_workload.items():
+        if plan.crashes_by_workload.get(workload, 0) < pairs:
+            lines.append(f"second halves of {workload}: {plan.crashes_by_workload.get(workload, 0)} of {pairs}")
     for workload, piece in plan.pieces.items():
         if piece.count < FULL.pieces[workload].count:
             lines.append(f"length of a piece of work: {workload} {piece.count} of {FULL.pieces[workload].count}")

@@ -58,7 +58,7 @@ def in_turn(
 
 def ram(env: VmmEnvironment, plan: Plan) -> None:
     """Measures figure 5: one micro guest, all of whose RAM is touched, by size."""
-    for index, (mib, repetitions) in enumerate(plan.ram.items(), start=1):
+    for index, (mib, repetitions) in enumerate(plan.ways_by_mib.items(), start=1):
         with ExitStack() as stack:
             try:
                 saved = repetitions.get("saved", 0)
@@ -80,14 +80,14 @@ def ram(env: VmmEnvironment, plan: Plan) -> None:
 
 def sizes(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots the smallest and the largest guest warm in turn, both running, to isolate the effect of size."""
-    env.need(memory_mib=sum(plan.extremes))
+    env.need(memory_mib=sum(plan.smallest_largest_mib))
     with ExitStack() as stack:
         guests = []
-        for index, mib in enumerate(plan.extremes, start=10):
+        for index, mib in enumerate(plan.smallest_largest_mib, start=10):
             env.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
             guests.append(stack.enter_context(env.ours(env.guest(f"size{mib}", "micro", mib, index, "all"))))
-        for round_number in range(plan.sizes):
-            env.log(f"sizes: round {round_number + 1} of {plan.sizes}")
+        for round_number in range(plan.size_rounds):
+            env.log(f"sizes: round {round_number + 1} of {plan.size_rounds}")
             for guest in guests:
                 env.reboot("sizes", round_number, [guest], "warm")
 
@@ -97,9 +97,9 @@ def count(env: VmmEnvironment, plan: Plan) -> None:
     with ExitStack() as stack:
         ours: list[Guest] = []
         peers: list[Peer] = []
-        for vms, repetitions in plan.count.items():
+        for vms, repetitions in plan.ways_by_vms.items():
             env.log(f"count: starting VMs up to number {vms}")
-            with_peers = any(ways.get("cpr-transfer", 0) for later, ways in plan.count.items() if later >= vms)
+            with_peers = any(ways.get("cpr-transfer", 0) for later, ways in plan.ways_by_vms.items() if later >= vms)
             while len(ours) < vms:
                 env.need(memory_mib=2 * SMALL_MIB)
                 guest = env.guest(f"small{len(ours)}", "micro", SMALL_MIB, 20 + len(ours))
@@ -108,7 +108,7 @@ def count(env: VmmEnvironment, plan: Plan) -> None:
                     peers.append(stack.enter_context(env.peer(guest, wait=False)))
             for guest in [*ours, *(peer.guest for peer in peers)]:
                 guest.wait_ready()
-            each_round = functools.partial(alone, env, ours[0]) if vms == max(plan.count) else None
+            each_round = functools.partial(alone, env, ours[0]) if vms == max(plan.ways_by_vms) else None
             in_turn(env, "count", ours, peers, repetitions, SLOW, each_round)
 
 
@@ -119,14 +119,14 @@ def alone(env: VmmEnvironment, guest: Guest, round_number: int) -> None:
 
 def debian(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots one guest with a whole Debian system, with nginx as its service."""
-    if not any(plan.debian.values()):
+    if not any(plan.debian_ways.values()):
         return
     env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
     with ExitStack() as stack:
         env.log("debian: starting")
         guest = stack.enter_context(env.ours(env.guest("debian", "debian", DEBIAN_MIB, 40)))
         peer = stack.enter_context(env.peer(guest))
-        in_turn(env, "debian", [guest], [peer], plan.debian)
+        in_turn(env, "debian", [guest], [peer], plan.debian_ways)
 
 
 class EchoSession:
@@ -204,7 +204,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
             raise RuntimeError("a TCP or ssh session does not work even before the first reboot")
         common = {"guest": "debian", "memory_mib": DEBIAN_MIB, "vms": 1, "vm": guest.name}
         with env.rekindle.probes([(LOAD.url(guest), guest.netns)], *LOAD.options, every=LOAD.every) as probes:
-            for round_number in range(plan.losses):
+            for round_number in range(plan.rounds_under_load):
                 document = env.rekindle.reboot([guest.name], "warm")
                 vm = by_name(document, [guest.name])[0]
                 lost = [index for index, session in enumerate(sessions) if not session.works()]
@@ -223,7 +223,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
                         **common,
                     )
                 )
-                env.log(f"losses: reboot {round_number + 1} of {plan.losses}, sessions lost: {len(lost)}")
+                env.log(f"losses: reboot {round_number + 1} of {plan.rounds_under_load}, sessions lost: {len(lost)}")
                 for index in lost:  # reopened, or the session would be counted again after the next reboot
                     sessions[index].close()
                     sessions[index] = openers[index](guest)
@@ -246,12 +246,12 @@ def memory(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its memory."""
     env.need(memory_mib=512)
     with env.ours(env.guest("memory", "micro", 512, 42, "all")) as guest:
-        for round_number in range(plan.memory):
-            env.log(f"memory: reboot {round_number + 1} of {plan.memory}")
+        for round_number in range(plan.compared_rounds):
+            env.log(f"memory: reboot {round_number + 1} of {plan.compared_rounds}")
             env.reboot("memory", round_number, [guest], "warm", "--verify-memory")
         reply = guest.command("verify")
         if not reply.startswith("ok"):
-            raise RuntimeError(f"the guest finds its memory changed after {plan.memory} warm reboots: {reply}")
+            raise RuntimeError(f"the guest finds its memory changed after {plan.compared_rounds} warm reboots: {reply}")
 
 
 def breakdown(env: VmmEnvironment, plan: Plan) -> None:
@@ -260,8 +260,8 @@ def breakdown(env: VmmEnvironment, plan: Plan) -> None:
     with ExitStack() as stack:
         env.log("breakdown: starting debian")
         guest = stack.enter_context(env.ours(env.guest("web", "debian", DEBIAN_MIB, 43)))
-        peer = stack.enter_context(env.peer(guest)) if "cpr-transfer" in plan.breakdown else None
-        for how in plan.breakdown:
+        peer = stack.enter_context(env.peer(guest)) if "cpr-transfer" in plan.ways_over_time else None
+        for how in plan.ways_over_time:
             env.log(f"breakdown: {how}")
             target: Guest | Peer = peer if peer is not None and how == "cpr-transfer" else guest
             env.records.append(env.reboot("breakdown", 0, [target], how, client=LOAD))

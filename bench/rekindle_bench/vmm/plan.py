@@ -9,56 +9,60 @@ SMALLEST_MIB, LARGEST_MIB = 512, 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions by way to reboot, for each size and number of guests."""
+    """Number of reboots in each case, by way to reboot where it has several.
 
-    ram: dict[int, dict[str, int]]
+    Ways: `warm` (RAM stays in place), `saved` (RAM to disk and back), `cold` (the guest is booted anew), and the peer
+    `cpr-transfer` (QEMU's own replacement of itself).
+    """
+
+    ways_by_mib: dict[int, dict[str, int]]
     """Repetitions of each way by MiB of RAM, all of it touched."""
-    sizes: int
-    """Warm reboots of the smallest and of the largest guest, in turn."""
-    count: dict[int, dict[str, int]]
+    size_rounds: int
+    """Warm reboots of the smallest and of the largest guest, in turn, to isolate the effect of size."""
+    ways_by_vms: dict[int, dict[str, int]]
     """Repetitions of each way by number of small VMs, rebooted in parallel."""
-    debian: dict[str, int]
+    debian_ways: dict[str, int]
     """Repetitions of each way with one VM that has systemd, nginx and PostgreSQL."""
-    losses: int
+    rounds_under_load: int
     """Warm reboots in a row, under load."""
-    memory: int
+    compared_rounds: int
     """Warm reboots in which all RAM blocks are compared."""
-    breakdown: tuple[str, ...]
+    ways_over_time: tuple[str, ...]
     """Ways for which throughput over time is recorded, once each."""
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
-    extremes: tuple[int, int] = (SMALLEST_MIB, LARGEST_MIB)
-    """RAM of the smallest and of the largest guest in MiB."""
+    smallest_largest_mib: tuple[int, int] = (SMALLEST_MIB, LARGEST_MIB)
+    """RAM of the two guests of `size_rounds`."""
 
 
 FULL = Plan(
-    ram={
+    ways_by_mib={
         512: {"warm": 20, "cpr-transfer": 20, "saved": 5, "cold": 3},
         2048: {"warm": 12, "cpr-transfer": 12, "saved": 5, "cold": 2},
         8192: {"warm": 12, "cpr-transfer": 12, "saved": 2, "cold": 1},
     },
-    sizes=15,
-    count={n: {"warm": 10, "cpr-transfer": 10, "saved": 2, "cold": 1} for n in (1, 2, 4, 8, 11)},
-    debian={"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 3},
-    losses=50,
-    memory=5,
-    breakdown=("warm", "cpr-transfer", "saved", "cold"),
+    size_rounds=15,
+    ways_by_vms={n: {"warm": 10, "cpr-transfer": 10, "saved": 2, "cold": 1} for n in (1, 2, 4, 8, 11)},
+    debian_ways={"warm": 10, "cpr-transfer": 10, "saved": 3, "cold": 3},
+    rounds_under_load=50,
+    compared_rounds=5,
+    ways_over_time=("warm", "cpr-transfer", "saved", "cold"),
 )
 
 QUICK = Plan(
-    ram={
+    ways_by_mib={
         512: {"warm": 12, "cpr-transfer": 12, "saved": 1, "cold": 1},
         2048: {"warm": 5, "cpr-transfer": 0, "saved": 2, "cold": 0},
     },
-    sizes=8,
-    count={
+    size_rounds=8,
+    ways_by_vms={
         1: {"warm": 5, "cpr-transfer": 5, "saved": 1, "cold": 0},
         11: {"warm": 5, "cpr-transfer": 0, "saved": 1, "cold": 0},
     },
-    debian={"warm": 0, "cpr-transfer": 0, "saved": 0, "cold": 0},
-    losses=10,
-    memory=2,
-    breakdown=("warm", "saved", "cold"),
+    debian_ways={"warm": 0, "cpr-transfer": 0, "saved": 0, "cold": 0},
+    rounds_under_load=10,
+    compared_rounds=2,
+    ways_over_time=("warm", "saved", "cold"),
     budget_s=390.0,
 )
 
@@ -78,18 +82,18 @@ def left_out(plan: Plan) -> list[str]:
         if fewer:
             lines.append(f"{what}: repetitions ({', '.join(fewer)})")
 
-    for mib, full in FULL.ram.items():
-        compare(f"micro with {size(mib)}", full, plan.ram.get(mib, {}))
-    for n, full in FULL.count.items():
-        compare(f"{n} small VM{'s' if n > 1 else ''}", full, plan.count.get(n, {}))
-    compare("debian", FULL.debian, plan.debian)
-    if plan.sizes < FULL.sizes:
-        lines.append(f"smallest against largest guest: {plan.sizes} reboots of {FULL.sizes}")
-    if plan.losses < FULL.losses:
-        lines.append(f"reboots in a row under load: {plan.losses} of {FULL.losses}")
-    if plan.memory < FULL.memory:
-        lines.append(f"reboots with memory compared: {plan.memory} of {FULL.memory}")
-    missing = [how for how in FULL.breakdown if how not in plan.breakdown]
+    for mib, full in FULL.ways_by_mib.items():
+        compare(f"micro with {size(mib)}", full, plan.ways_by_mib.get(mib, {}))
+    for n, full in FULL.ways_by_vms.items():
+        compare(f"{n} small VM{'s' if n > 1 else ''}", full, plan.ways_by_vms.get(n, {}))
+    compare("debian", FULL.debian_ways, plan.debian_ways)
+    if plan.size_rounds < FULL.size_rounds:
+        lines.append(f"smallest against largest guest: {plan.size_rounds} reboots of {FULL.size_rounds}")
+    if plan.rounds_under_load < FULL.rounds_under_load:
+        lines.append(f"reboots in a row under load: {plan.rounds_under_load} of {FULL.rounds_under_load}")
+    if plan.compared_rounds < FULL.compared_rounds:
+        lines.append(f"reboots with memory compared: {plan.compared_rounds} of {FULL.compared_rounds}")
+    missing = [how for how in FULL.ways_over_time if how not in plan.ways_over_time]
     if missing:
         lines.append(f"throughput over time: {', '.join(missing)}")
     return lines

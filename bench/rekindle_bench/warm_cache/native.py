@@ -145,13 +145,13 @@ def native(env: CacheEnvironment, plan: Plan) -> None:
     """Measures windows with each server in turn."""
     ways = ("server", *PEERS)
     with medium(env, plan.span_mib) as device:
-        for round_number in range(plan.native):
+        for round_number in range(plan.native_windows):
             for how in ways if round_number % 2 == 0 else ways[::-1]:
                 with daemon(env, device, PEERS[how]) if how in PEERS else ours(env, device) as server:
                     for kind in KINDS:
                         report = run_client(env, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
                         env.rows.append(_row(kind, how, round_number, report))
-            env.log(f"native: {round_number + 1} of {plan.native}")
+            env.log(f"native: {round_number + 1} of {plan.native_windows}")
 
 
 def retained(env: CacheEnvironment, plan: Plan) -> None:
@@ -160,7 +160,7 @@ def retained(env: CacheEnvironment, plan: Plan) -> None:
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
     with medium(env, plan.span_mib) as device, ours(env, device) as server:
         control = f"{server.socket}.control"
-        for round_number in range(plan.retained):
+        for round_number in range(plan.retained_reads):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
                 run_client(env, server, kind, plan.span_mib, *every)
                 _idle(env, control)
@@ -173,7 +173,7 @@ def retained(env: CacheEnvironment, plan: Plan) -> None:
                     raise RekindleError(f"{served} blocks came from the retained cache, not {report['bytes'] // 4096}")
                 env.rekindle.call("disk", "drop", control)
                 env.rows.append(_row(kind, how, round_number, report))
-        env.log(f"attic: {plan.retained}")
+        env.log(f"attic: {plan.retained_reads}")
 
 
 def _idle(env: CacheEnvironment, control: str) -> None:

@@ -26,11 +26,11 @@ class FileAccess:
 class Plan:
     """Repetitions and settings of each case."""
 
-    native: int
+    native_windows: int
     """Windows of each server and kind of request."""
     native_s: float
     """Duration of such a window."""
-    retained: int
+    retained_reads: int
     """Reads of the whole retained cache, without a guest."""
     files: tuple[FileAccess, ...]
     """Accesses to a file on ext4."""
@@ -44,11 +44,11 @@ class Plan:
     """Pairs of accesses with and without a block map."""
     map_mib: int
     """Size of the file that is accessed in a pair."""
-    tpch: int
+    tpch_rounds: int
     """Reboots of each way."""
     tpch_runs: int
     """Runs of all queries before each reboot, and as many after it."""
-    http: int
+    http_rounds: int
     """Reboots of each way."""
     http_s: int
     """Seconds before each reboot, and as many after it."""
@@ -67,9 +67,9 @@ class Plan:
 
 
 FULL = Plan(
-    native=10,
+    native_windows=10,
     native_s=2.0,
-    retained=10,
+    retained_reads=10,
     files=(
         FileAccess("read", block=4096, mib=1024, rounds=5),
         FileAccess("read", block=1 << 20, mib=1024, rounds=5),
@@ -88,26 +88,26 @@ FULL = Plan(
     peers=(FileAccess("read", block=4096, mib=1024, rounds=3), FileAccess("write", block=2048, mib=512, rounds=2)),
     map_rounds=16,
     map_mib=256,
-    tpch=4,
+    tpch_rounds=4,
     tpch_runs=2,
-    http=3,
+    http_rounds=3,
     http_s=30,
     kills=60,
 )
 
 QUICK = Plan(
-    native=4,
+    native_windows=4,
     native_s=1.0,
-    retained=3,
+    retained_reads=3,
     files=(FileAccess("read", block=4096, mib=1024, rounds=1), FileAccess("read", block=1 << 20, mib=1024, rounds=1)),
     limits=("paper",),
     folios=(),
     peers=(),
     map_rounds=3,
     map_mib=128,
-    tpch=1,
+    tpch_rounds=1,
     tpch_runs=1,
-    http=1,
+    http_rounds=1,
     http_s=15,
     kills=10,
     budget_s=330.0,
@@ -118,11 +118,11 @@ def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
     for name, own, full in (
-        ("native windows of each server", plan.native, FULL.native),
-        ("native reads from the retained cache", plan.retained, FULL.retained),
+        ("native windows of each server", plan.native_windows, FULL.native_windows),
+        ("native reads from the retained cache", plan.retained_reads, FULL.retained_reads),
         ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
-        ("reboots of each way with TPC-H", plan.tpch, FULL.tpch),
-        ("reboots of each way with a web server", plan.http, FULL.http),
+        ("reboots of each way with TPC-H", plan.tpch_rounds, FULL.tpch_rounds),
+        ("reboots of each way with a web server", plan.http_rounds, FULL.http_rounds),
         ("kills of a disk's server", plan.kills, FULL.kills),
     ):
         if own < full:

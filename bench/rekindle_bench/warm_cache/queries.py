@@ -55,7 +55,7 @@ def tpch(env: CacheEnvironment, plan: Plan) -> None:
             env.rows.append(Row(case="tpch", what="tpch", how=how, limit=limit, round=round_number, at=at, **columns))
 
         run_queries(guest)  # fills the guest's cache
-        for round_number in range(plan.tpch):
+        for round_number in range(plan.tpch_rounds):
             for how in turns(round_number, (WARM, COLD, COLD_READ)):
                 for at in range(-plan.tpch_runs, 0):
                     measure(how, round_number, at)
@@ -64,4 +64,4 @@ def tpch(env: CacheEnvironment, plan: Plan) -> None:
                     guest.ssh(READ_ALL)
                 for at in range(1, plan.tpch_runs + 1):
                     measure(how, round_number, at)
-            env.log(f"tpch: {round_number + 1} of {plan.tpch}")
+            env.log(f"tpch: {round_number + 1} of {plan.tpch_rounds}")

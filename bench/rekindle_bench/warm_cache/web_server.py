@@ -27,7 +27,7 @@ def http(env: CacheEnvironment, plan: Plan) -> None:
         paths = [STAND_IN_FILE if guest.stands_in else f"/many/{index:04}" for index in range(plan.web_files)]
         with env.limited(limit), Client(guest.netns, guest.address, paths) as client:
             client.wait(len(paths))
-            for round_number in range(plan.http):
+            for round_number in range(plan.http_rounds):
                 for how in turns(round_number, (WARM, COLD)):
                     # All files are requested once more, so that all are cached, also after a cold reboot.
                     client.wait(len(paths))
@@ -47,4 +47,4 @@ def http(env: CacheEnvironment, plan: Plan) -> None:
                             Row(case="http", what="http", how=how, limit=limit, round=round_number, **columns)
                         )
                     Measurement(env, guest, "http", limit).append_memory(watch, how, round_number, steps)
-                env.log(f"http: {round_number + 1} of {plan.http}")
+                env.log(f"http: {round_number + 1} of {plan.http_rounds}")
