@@ -138,11 +138,14 @@ Examples:
     Attach(Attach),
     /// Release a QEMU that `rekindle attach` adopted.
     ///
+    /// Overlays on its disks (protect --disk overlays) are merged first; the guest is stopped for the last part.
+    ///
     /// Needs: no protector that takes checkpoints of it.
     ///
     /// On success: nothing of Rekindle is left in QEMU; the guest continues to run.
     ///
-    /// On failure: the error names what could not be removed; the same command continues.
+    /// On failure: the error names what could not be removed; the same command continues. A guest whose overlays were
+    /// being merged may be stopped until then.
     #[command(after_help = "\
 Example:
   rekindle detach db")]
@@ -153,7 +156,7 @@ Example:
     /// again; it manages the domain afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: --preview;
-    /// root; no tap, no VNC server; a daemon that is not started by systemd.
+    /// root; no tap, no VNC or SPICE server.
     ///
     /// On success: each guest runs in a new QEMU.
     ///

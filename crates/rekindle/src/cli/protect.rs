@@ -45,7 +45,7 @@ pub struct Protect {
     /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
     #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
     pub disk_hook: Option<String>,
-    /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU.
+    /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU, except overlays.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes,
@@ -66,7 +66,8 @@ pub struct Protect {
 pub enum DiskRule {
     /// After a restore they are as after a power failure, and can be newer than the guest's memory.
     CrashConsistent,
-    /// Each checkpoint includes them: QEMU puts an overlay on each disk. Only for an attached QEMU.
+    /// Each checkpoint includes them: QEMU puts an overlay on each disk. Only for a QEMU that was attached by --qmp,
+    /// and for a VM that was restored from one.
     Overlays,
 }
 

@@ -101,8 +101,7 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
         return Err(Usage(format!("{option} is not possible for {domains}, which libvirt manages")).into());
     }
     if !arguments.preview && !arguments.dry_run {
-        let problem = "libvirt manages it, and replacing such a QEMU is a preview that does not notice each change of \
-                       its disks yet";
+        let problem = "libvirt manages it, and replacing such a QEMU is a preview (docs/vmm-restart.md has its gaps)";
         return Err(Usage(format!("{domains}: {problem}; if its data has no value, add --preview")).into());
     }
     Ok(())
