@@ -60,7 +60,8 @@ pub enum OverlayError {
     SealFailed { path: PathBuf },
     #[error(
         "overlays {}: the disk of epoch {epoch} is not there any more: newer writes are merged into the image, or a \
-         restore has discarded it. Restore the newest checkpoint", path.display()
+         restore has discarded it. Restore the newest checkpoint; after `rekindle detach`, no checkpoint has this disk",
+        path.display()
     )]
     NoEpoch { path: PathBuf, epoch: u64 },
     #[error("overlays {}: epoch {epoch} has no file {name}, and the image does not have its writes", path.display())]
