@@ -120,6 +120,8 @@ pub struct CopiedRam {
     copies: Vec<SuppliedBlock>,
     /// Blocks of shared memory: the source's own files.
     shared: Vec<SuppliedBlock>,
+    /// Memory that the copies need, with a reserve; 0 without copies.
+    needed_bytes: u64,
     /// `Some` if the copies were complete at the last collection.
     tracker: Option<Asynchronous>,
 }
@@ -144,16 +146,21 @@ impl CopiedRam {
                 private_blocks.push(block.info.clone());
             }
         }
-        if !copies.is_empty() {
-            check_room(payer, populated_bytes)?;
-        }
+        let needed_bytes = if copies.is_empty() { 0 } else { populated_bytes };
+        check_room(payer, needed_bytes)?;
         let source = Arc::new(GuestRam::from_blocks(source.process(), private_blocks)?);
-        Ok(Self { source, copies, shared, tracker: None })
+        Ok(Self { source, copies, shared, needed_bytes, tracker: None })
     }
 
     /// Returns the blocks with their files, which the destination maps.
     pub fn blocks(&self) -> impl Iterator<Item = &SuppliedBlock> {
         self.copies.iter().chain(&self.shared)
+    }
+
+    /// Returns how much memory the copies need, in bytes, with a reserve for the host.
+    #[must_use]
+    pub fn needed_bytes(&self) -> u64 {
+        self.needed_bytes
     }
 
     /// Returns whether there is private memory, which must be copied.
@@ -323,6 +330,9 @@ fn empty_copy(block: &Block) -> Result<SuppliedBlock, CopyError> {
 }
 
 fn check_room(payer: Process, needed: u64) -> Result<(), CopyError> {
+    if needed == 0 {
+        return Ok(());
+    }
     let available = available_to(payer).map_err(CopyError::UnknownRoom)?;
     if available < needed {
         return Err(CopyError::NoRoom { pid: payer.pid, needed, available });

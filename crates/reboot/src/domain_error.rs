@@ -7,6 +7,7 @@ use rekindle_libvirt::status_file::StatusFileError;
 use rekindle_qemu::adopt::AdoptError;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Why a domain's QEMU cannot be replaced, or not be given back to libvirt.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +29,8 @@ pub enum DomainError {
          other with kill -KILL, then: rekindle recover {name}"
     )]
     SourceRuns { name: String, source_pid: u32, destination_pid: u32 },
+    #[error("{name}: the thread that replaced its QEMU panicked")]
+    Panicked { name: String },
     #[error("{}", path.display())]
     File {
         path: PathBuf,
@@ -36,8 +39,9 @@ pub enum DomainError {
     },
     #[error(transparent)]
     StatusFile(#[from] StatusFileError),
+    /// Of all domains that are replaced in one absence of the daemon.
     #[error(transparent)]
-    Daemon(#[from] DaemonError),
+    Daemon(Arc<DaemonError>),
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(transparent)]
@@ -46,12 +50,18 @@ pub enum DomainError {
     Adopt(#[from] AdoptError),
 }
 
+impl From<DaemonError> for DomainError {
+    fn from(error: DaemonError) -> Self {
+        Self::Daemon(Arc::new(error))
+    }
+}
+
 impl DomainError {
     /// Returns whether `rekindle recover` must finish the operation.
     pub(crate) fn needs_recovery(&self) -> bool {
         match self {
             Self::Daemon(e) => e.leaves_it_stopped(),
-            Self::NotReconnected { .. } | Self::SourceRuns { .. } => true,
+            Self::NotReconnected { .. } | Self::SourceRuns { .. } | Self::Panicked { .. } => true,
             _ => false,
         }
     }

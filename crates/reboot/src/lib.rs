@@ -24,5 +24,6 @@ pub(crate) mod interrupted;
 pub mod libvirt;
 pub mod moving;
 pub mod os;
+pub(crate) mod parallel;
 pub mod recover;
 pub mod vmm;

@@ -210,7 +210,7 @@ pub enum Absence {
     Present,
     /// It is asked to end, or has ended.
     Stopped,
-    /// It is started again, and has the domain's new record.
+    /// It may be started again: it has the domain's new record.
     Starting,
 }
 

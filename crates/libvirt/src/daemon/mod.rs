@@ -23,6 +23,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -169,6 +170,9 @@ fn service_of(cgroups: &str) -> Option<String> {
 /// # Errors
 /// [`DaemonError::NotStopped`]; [`DaemonError::Stays`]: the daemon may end later.
 pub fn stop(daemon: &DaemonRecord) -> Result<(), DaemonError> {
+    // The daemon gets one signal although it is stopped for several domains.
+    static STOPPING: Mutex<()> = Mutex::new(());
+    let _stopping = STOPPING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(unit) = &daemon.unit {
         unit.stop()?;
     }

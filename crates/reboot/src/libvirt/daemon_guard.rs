@@ -3,8 +3,10 @@
 
 use super::daemon;
 use super::deferred_signals::DeferredSignals;
-use crate::error::{RebootError, with_causes};
+use crate::error::with_causes;
+use rekindle_libvirt::daemon::DaemonError;
 use rekindle_vm::journal::{Absence, DaemonRecord, LibvirtOperation};
+use std::time::{Duration, Instant};
 
 /// Starts the daemon when it is dropped, if the operation has stopped it.
 #[derive(Debug, Default)]
@@ -13,15 +15,18 @@ pub(super) struct DaemonGuard(Option<StoppedDaemon>);
 #[derive(Debug)]
 struct StoppedDaemon {
     record: DaemonRecord,
+    since: Instant,
     /// Dropped after the daemon has been started.
     _signals: DeferredSignals,
 }
 
 impl DaemonGuard {
-    /// Returns the guard of an interrupted operation.
-    pub(super) fn of_interrupted(libvirt: &LibvirtOperation) -> Self {
+    /// Returns the guard of interrupted operations.
+    pub(super) fn of_interrupted<'a>(operations: impl Iterator<Item = &'a LibvirtOperation>) -> Self {
         let mut guard = Self::default();
-        if libvirt.absence != Absence::Present {
+        // The newest daemon is the one that the last of them has stopped.
+        let stopped = operations.filter(|libvirt| libvirt.absence != Absence::Present);
+        if let Some(libvirt) = stopped.max_by_key(|libvirt| libvirt.daemon.started) {
             guard.arm(&libvirt.daemon);
         }
         guard
@@ -31,13 +36,25 @@ impl DaemonGuard {
     ///
     /// # Errors
     /// As for [`daemon::stop`].
-    pub(super) fn stop(&mut self, record: &DaemonRecord) -> Result<(), RebootError> {
+    pub(super) fn stop(&mut self, record: &DaemonRecord) -> Result<(), DaemonError> {
         self.arm(record);
-        Ok(daemon::stop(record)?)
+        daemon::stop(record)
+    }
+
+    /// Starts the daemon if it was stopped, before this is dropped. Returns how long it was away; `None` if it
+    /// was not stopped.
+    ///
+    /// # Errors
+    /// As for [`daemon::start_if_absent`].
+    pub(super) fn start(&self) -> Result<Option<Duration>, DaemonError> {
+        let Some(stopped) = &self.0 else { return Ok(None) };
+        daemon::start_if_absent(&stopped.record)?;
+        Ok(Some(stopped.since.elapsed()))
     }
 
     fn arm(&mut self, record: &DaemonRecord) {
-        self.0 = Some(StoppedDaemon { record: record.clone(), _signals: DeferredSignals::begin() });
+        let (record, since) = (record.clone(), Instant::now());
+        self.0 = Some(StoppedDaemon { record, since, _signals: DeferredSignals::begin() });
     }
 }
 

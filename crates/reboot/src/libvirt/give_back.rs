@@ -30,37 +30,67 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// libvirt's prefix of the ids of character devices; the alias of the device follows.
 const CHARDEV_PREFIX: &str = "char";
 
-/// Gives the domain, whose guest runs in the destination, back to libvirt. Can be repeated.
+/// A domain whose guest runs in the destination, which libvirt's record names. The daemon has yet to connect to it.
+pub(super) struct GivenBack {
+    pub handover: Handover,
+    pub destination: Vmm,
+    pub qmp: Qmp,
+    /// Identifies the record as it was written, which the daemon replaces when it has connected; `None` if the daemon
+    /// already ran.
+    mark: Option<FileMark>,
+}
+
+impl GivenBack {
+    /// Waits until the daemon, which has been started, has connected to the destination.
+    ///
+    /// # Errors
+    /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
+    pub(super) fn wait_reconnected(&mut self) -> Result<(), RebootError> {
+        let libvirt = operation(&self.handover)?;
+        wait_reconnected(self.handover.name(), libvirt, self.mark, self.destination.process())?;
+        self.handover.pass("libvirt.give-back.reconnected");
+        self.handover.recorder.step("give back");
+        Ok(())
+    }
+
+    /// Ends the source and the operation.
+    ///
+    /// # Errors
+    /// As [`settle`].
+    pub(super) fn settle(mut self) -> Result<(), RebootError> {
+        settle(self.handover, &self.destination, &mut self.qmp)
+    }
+}
+
+/// Gives the domain, whose guest runs in the destination, back to libvirt, whose daemon can then be started. Can be
+/// repeated.
 ///
 /// # Errors
 /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
-pub(super) fn give_back(handover: &mut Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
-    let libvirt = operation(handover)?.clone();
+pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) -> Result<GivenBack, RebootError> {
+    let process = destination.process();
+    let libvirt = operation(&handover)?.clone();
     record_copy::restore_if_missing(&handover.rundir, &libvirt)?;
     let record = StatusFile::read(&libvirt.status_file)?.parse()?;
-    if record.pid != destination.pid {
+    if record.pid != process.pid {
         // An administrator may have started it since, and it would take the change of its record for a crash.
         daemon::stop(&libvirt.daemon)?;
-        pass_sockets(handover, &libvirt, destination)?;
+        pass_sockets(&handover, &libvirt, process)?;
         // libvirt does not know these capabilities, and its own migrations must not use them.
-        set_capabilities(qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
-        let edited = StatusFile::read(&libvirt.status_file)?.edited(&edit(&libvirt, destination, qmp)?)?;
+        set_capabilities(&mut qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
+        let edited = StatusFile::read(&libvirt.status_file)?.edited(&edit(&libvirt, process, &mut qmp)?)?;
         edited.write()?;
         handover.pass("libvirt.give-back.status-written");
     }
-    write_pid_file(&libvirt.status_file, destination.pid)?;
+    write_pid_file(&libvirt.status_file, process.pid)?;
     handover.pass("libvirt.give-back.pid-written");
-    // The daemon replaces the record when it has connected to the domain.
     let mark = match daemon::running(&libvirt.daemon.pid_file) {
         None => Some(FileMark::of(&libvirt.status_file).map_err(RebootError::file(&libvirt.status_file))?),
         Some(_) => None,
     };
-    set_absence(handover, Absence::Starting)?;
-    daemon::start_if_absent(&libvirt.daemon)?;
-    handover.pass("libvirt.give-back.daemon-started");
-    wait_reconnected(handover.name(), &libvirt, mark, destination)?;
-    handover.pass("libvirt.give-back.reconnected");
-    Ok(())
+    set_absence(&mut handover, Absence::Starting)?;
+    handover.recorder.step("write libvirt's record");
+    Ok(GivenBack { handover, destination, qmp, mark })
 }
 
 /// Rejects a destination for which libvirt's record of the domain cannot be edited, and keeps a copy of the record.

@@ -15,15 +15,19 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | `selection` | all domains that libvirt runs |
 //! | `preflight` | what the domain is, and what prevents the replacement |
 //! | `obstacles` | what libvirt has set up besides the QEMU, and would be lost |
 //! | `recheck` | whether the domain is still as the preflight has found it |
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
-//! | `replace` | steps 1 and 2 |
+//! | `replace` | the steps for several domains, and the hand-over of one |
+//! | `batches` | the domains that are replaced together |
+//! | `prepare` | step 1 |
+//! | `absence` | steps 2 and 3: everything that happens while the daemon is stopped |
 //! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
-//! | `give_back` | step 3 |
+//! | `give_back` | the return of one domain to libvirt |
 //! | `recover` | the end of an interrupted operation |
 //! | `capabilities` | libvirt's names of the destination's features |
 //! | `journal` | what the journal has of libvirt |
@@ -31,12 +35,18 @@
 //! | `daemon_guard` | the start of libvirt's daemon at the end of each operation |
 //! | `deferred_signals` | Ctrl-C while it is stopped |
 //!
+//! Several domains share the steps: all are prepared, then the daemon is stopped once, and started when each of them is
+//! in its destination or, after a failure, in its source again. So an operation that is interrupted may leave several
+//! domains for which the daemon is stopped, and `recover` ends all of them.
+//!
 //! The daemon and its status files are in the crate `rekindle-libvirt`.
 //!
 //! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
 //! is the source, to which every failure returns; after it the guest may have written to its disks, so that only the
 //! destination can continue. The source is frozen before the decision.
 
+mod absence;
+mod batches;
 mod capabilities;
 mod daemon_guard;
 mod deferred_signals;
@@ -46,19 +56,23 @@ mod give_back;
 mod journal;
 mod obstacles;
 mod preflight;
+mod prepare;
 mod recheck;
 mod record_copy;
 pub(crate) mod recover;
 mod replace;
+mod selection;
 mod source;
 mod way_back;
 
-pub use replace::replace_domains;
+pub use replace::{ReplacedDomains, replace_domains};
+pub use selection::{AllDomains, SkippedDomain, all_domains};
 
 pub use crate::domain_error::DomainError;
 
-use crate::error::{Problem, RebootError};
-use crate::vmm::{QemuInfo, ReplacementPlan, VmPlan};
+use crate::error::{Failure, Problem, RebootError};
+use crate::parallel::{ProcessorGate, in_threads};
+use crate::vmm::{RebootReport, ReplacementPlan, VmPlan};
 use rekindle_libvirt::{daemon, status_file};
 use rekindle_vm::host::Host;
 use std::path::PathBuf;
@@ -79,13 +93,29 @@ pub fn is_domain(name: &str) -> bool {
 /// Plans what [`replace_domains`] would do for each of `names`. Changes nothing.
 #[must_use]
 pub fn plan_domains(host: &Host, names: &[String], options: &DomainOptions) -> Vec<VmPlan> {
-    let plan = |name: &String| -> Result<ReplacementPlan, RebootError> {
-        let preflight::Inspected { baseline, binary, .. } = preflight::inspect(host, name, options)?;
-        let adopted = baseline.adopted;
-        let from = QemuInfo { binary: adopted.binary, version: Some(adopted.version), pid: adopted.pid };
+    let gate = ProcessorGate::new();
+    let plans = in_threads(names, |name| -> Result<ReplacementPlan, RebootError> {
+        let inspected = gate.pass(|| preflight::inspect(host, name, options))?;
+        let (from, binary) = (inspected.baseline.source_info(), inspected.binary);
         Ok(ReplacementPlan { from, binary: binary.path, version: binary.version })
+    });
+    let plan = |(name, result): (&String, Result<_, _>)| {
+        let panicked = || Err(DomainError::Panicked { name: name.clone() }.into());
+        VmPlan { name: name.clone(), result: result.unwrap_or_else(|_| panicked()) }
     };
-    names.iter().map(|name| VmPlan { name: name.clone(), result: plan(name) }).collect()
+    names.iter().zip(plans).map(plan).collect()
+}
+
+/// The result of a domain.
+struct DomainResult {
+    /// Position of its name in the command.
+    position: usize,
+    result: Result<RebootReport, Failure>,
+}
+
+/// Returns the failure of a domain whose thread has panicked.
+fn panicked(name: &str) -> Failure {
+    Failure::needs_recovery(DomainError::Panicked { name: name.into() })
 }
 
 fn preflight_error(name: &str, problems: Vec<String>) -> RebootError {

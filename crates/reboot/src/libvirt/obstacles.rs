@@ -62,20 +62,28 @@ pub(super) fn lease(open: &BTreeMap<RawFd, SourceDescriptor>) -> Option<String> 
     })
 }
 
-/// Returns the problems of a host or a control group without room for a copy of the RAM blocks `blocks`. Rekindle pays
-/// for the copy; what the guest uses besides is charged to the domain.
-pub(super) fn room(qmp: &mut Qmp, source: Process, blocks: &[String]) -> Result<Vec<String>, RebootError> {
+/// The memory that a copy of a domain's RAM needs.
+#[derive(Debug, Default)]
+pub(super) struct Room {
+    pub needed_bytes: u64,
+    /// The host and the control groups that do not have as much.
+    pub problems: Vec<String>,
+}
+
+/// Returns the room that a copy of the RAM blocks `blocks` needs. Rekindle pays for the copy; what the guest uses besides
+/// is charged to the domain.
+pub(super) fn room(qmp: &mut Qmp, source: Process, blocks: &[String]) -> Result<Room, RebootError> {
     let ram = GuestRam::of(qmp, source).map_err(CopyError::from).map_err(DomainError::from)?;
     let this = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
-    let mut problems = Vec::new();
+    let mut room = Room::default();
     for payer in [this, source] {
         match CopiedRam::plan(&ram, blocks, payer) {
-            Ok(_) => {}
-            Err(e @ CopyError::NoRoom { .. }) => problems.push(e.to_string()),
+            Ok(copy) => room.needed_bytes = copy.needed_bytes(),
+            Err(e @ CopyError::NoRoom { .. }) => room.problems.push(e.to_string()),
             Err(e) => return Err(DomainError::from(e).into()),
         }
     }
-    Ok(problems)
+    Ok(room)
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use rekindle_qemu::takeover_command::{
     CommandLine, Descriptor, Destination, Inventory, ListenAddress, SourceDescriptor, open_descriptors, read_facts,
     rewrite,
 };
+use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
 use rekindle_vm::rundir::RunDir;
@@ -29,6 +30,7 @@ pub(super) const DESTINATION_GENERATION: u32 = 2;
 
 /// A domain whose QEMU can be replaced, as far as that is known without starting another one.
 pub(super) struct Inspected {
+    pub name: Name,
     pub status_file: PathBuf,
     pub baseline: Baseline,
     /// A connection to the source through libvirt.
@@ -38,6 +40,8 @@ pub(super) struct Inspected {
     pub forwards: Vec<ForwardedPort>,
     pub daemon: DaemonRecord,
     pub binary: Binary,
+    /// Memory that the copy of the RAM needs.
+    pub copy_bytes: u64,
 }
 
 /// Returns how to reach a domain's QEMU while libvirt's daemon runs.
@@ -51,6 +55,7 @@ pub(super) fn libvirt_monitor(name: &str) -> Monitor {
 /// [`RebootError::Preflight`] with everything that prevents the replacement; other errors if the domain cannot be
 /// inspected.
 pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Result<Inspected, RebootError> {
+    let vm_name: Name = name.parse().map_err(|e| preflight_error(name, vec![format!("its name: {e}")]))?;
     check_run_directory(host, name)?;
     let status_file = StatusFile::path_of(name);
     let status = StatusFile::read(&status_file)?;
@@ -81,10 +86,13 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let facts = read_facts(&adopted, &mut qmp)?;
     let label = format!("{}-{DESTINATION_GENERATION}", record.uuid);
     let destination = Destination { label, syntax: binary.syntax };
+    let mut copy_bytes = 0;
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
-            problems.extend(obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?);
+            let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
+            copy_bytes = room.needed_bytes;
+            problems.extend(room.problems);
             Some(line)
         }
         Err(obstacles) => {
@@ -99,7 +107,18 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
     let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
     let baseline = Baseline { record, adopted, inventory, open, destination, line };
-    Ok(Inspected { status_file, baseline, qmp, environment, listeners, forwards, daemon, binary })
+    Ok(Inspected {
+        name: vm_name,
+        status_file,
+        baseline,
+        qmp,
+        environment,
+        listeners,
+        forwards,
+        daemon,
+        binary,
+        copy_bytes,
+    })
 }
 
 fn text_of(obstacle: Obstacle) -> String {

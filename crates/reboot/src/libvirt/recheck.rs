@@ -8,6 +8,7 @@
 use super::status_file::{DomainRecord, StatusFile};
 use super::{DomainError, preflight_error};
 use crate::error::RebootError;
+use crate::vmm::QemuInfo;
 use rekindle_qemu::adopt::Adopted;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
@@ -33,6 +34,12 @@ pub(super) struct Baseline {
 }
 
 impl Baseline {
+    /// Returns the source as reports show it.
+    pub(super) fn source_info(&self) -> QemuInfo {
+        let Adopted { binary, version, pid, .. } = &self.adopted;
+        QemuInfo { binary: binary.clone(), version: Some(version.clone()), pid: *pid }
+    }
+
     /// Rejects a destination that does not have the machine of the source, and gives it the source's settings.
     pub(super) fn fit(&self, destination: &mut Qmp) -> Result<(), RebootError> {
         let differences = self.inventory.differences_from(&Inventory::read(destination)?);

@@ -1,4 +1,4 @@
-//! Ends an interrupted replacement of a domain's QEMU.
+//! Ends interrupted replacements of domains' QEMUs.
 //!
 //! | step | the destination lives | it does not |
 //! |---|---|---|
@@ -8,33 +8,126 @@
 //! An administrator may have continued the frozen source after the decision, and resumed the guest in it. Then the
 //! source has the guest if the destination has ended; if both live, the administrator must choose.
 //!
+//! Interrupted replacements share libvirt's daemon. While one of them is between its decision and its new record, a daemon
+//! that is started would connect to its frozen source. So all of them are ended together, however few are asked for: first
+//! the QEMUs of each, then the daemon is started once, then the rest.
+//!
 //! In each case libvirt's daemon runs at the end. If no QEMU has the guest, libvirt shows the domain as shut off.
 
 use super::daemon_guard::DaemonGuard;
-use super::give_back::{give_back, settle};
+use super::give_back::{GivenBack, give_back, settle};
 use super::journal::operation;
-use super::way_back::{end_without_guest, undo};
+use super::way_back::{Returned, end_without_guest, return_to_source};
 use super::{DomainError, source};
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, live_qemu_of_generation, wait_for_answer};
+use crate::parallel::in_threads;
+use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::live_destination;
 use rekindle_handover::{Destination, Handover, SpawnedStage};
+use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::DaemonLock;
-use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::sync::Arc;
 
-/// Ends an interrupted replacement. Can be repeated.
-pub(crate) fn recover_replacement(
-    locked_vm: &LockedVm,
-    journal: Journal,
-    policy: SilentQemuPolicy,
-) -> Result<Recovered, RebootError> {
+/// The recovery of one domain.
+pub(crate) struct RecoveredDomain {
+    pub name: String,
+    pub result: Result<Recovered, RebootError>,
+}
+
+/// Returns whether `name` is a domain whose replacement was interrupted.
+pub(crate) fn is_interrupted(host: &Host, name: &str) -> bool {
+    let rundir = RunDir::new(&host.root, name);
+    let is_replacement = Journal::read(&rundir)
+        .is_ok_and(|journal| journal.is_some_and(|Journal { operation, .. }| operation.kind == Kind::LibvirtReplace));
+    // An attempt that was interrupted before it started anything has no state.
+    is_replacement && State::read(&rundir).is_ok_and(|state| state.is_some())
+}
+
+/// Ends all interrupted replacements of this host. Can be repeated.
+///
+/// # Errors
+/// [`RebootError`]: nothing was changed, because one of them cannot be locked.
+pub(crate) fn recover_replacements(host: &Host, policy: SilentQemuPolicy) -> Result<Vec<RecoveredDomain>, RebootError> {
+    // Before the locks of the domains, as a replacement does: who has this one has no reason to wait for those.
     let _daemon_lock = DaemonLock::acquire()?;
-    let handover = continue_interrupted(locked_vm, journal);
-    let _guard = DaemonGuard::of_interrupted(operation(&handover)?);
+    let names = RunDir::list(&host.root).map_err(RebootError::file(&host.root))?;
+    let names = names.into_iter().filter(|name| is_interrupted(host, name));
+    let interrupted = names.map(|name| Interrupted::lock(host, &name)).collect::<Result<Vec<_>, _>>()?;
+    let interrupted: Vec<_> = interrupted.into_iter().flatten().collect();
+    let operations = interrupted.iter().filter_map(|domain| operation(&domain.handover).ok());
+    let guard = DaemonGuard::of_interrupted(operations);
+    let names: Vec<_> = interrupted.iter().map(|domain| domain.handover.name().to_owned()).collect();
+    let (locks, handovers): (Vec<_>, Vec<_>) =
+        interrupted.into_iter().map(|Interrupted { locks, handover }| (locks, handover)).unzip();
+    let ready = in_threads(handovers, |handover| make_ready(handover, policy));
+    let started = guard.start().map(drop).map_err(Arc::new);
+    let ended = in_threads(ready.into_iter().zip(&names), |(ready, name)| {
+        let ready = ready.unwrap_or_else(|_| Err(DomainError::Panicked { name: name.clone() }.into()))?;
+        ready.end(started.as_ref().map(|()| ()))
+    });
+    drop(locks);
+    let recovered = |(name, result): (String, Result<_, _>)| {
+        let panicked = DomainError::Panicked { name: name.clone() };
+        RecoveredDomain { name, result: result.unwrap_or_else(|_| Err(panicked.into())) }
+    };
+    Ok(names.into_iter().zip(ended).map(recovered).collect())
+}
+
+/// A domain whose replacement was interrupted.
+struct Interrupted {
+    locks: (LockedVm, RunStateLock),
+    handover: Handover,
+}
+
+impl Interrupted {
+    /// Returns `None` if another process has recovered it meanwhile.
+    fn lock(host: &Host, name: &str) -> Result<Option<Self>, RebootError> {
+        let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
+        let Some(journal) = journal else { return Ok(None) };
+        let run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+        let handover = continue_interrupted(&locked_vm, journal);
+        Ok(Some(Self { locks: (locked_vm, run_state), handover }))
+    }
+}
+
+/// A domain of which libvirt's daemon can be started.
+enum Ready {
+    /// The operation has ended.
+    Settled,
+    GivenBack(Box<GivenBack>),
+    Returned(Box<Returned>),
+}
+
+impl Ready {
+    /// Ends the operation. `daemon`: whether the daemon runs.
+    fn end(self, daemon: Result<(), &Arc<DaemonError>>) -> Result<Recovered, RebootError> {
+        daemon.map_err(|error| DomainError::Daemon(Arc::clone(error)))?;
+        match self {
+            Self::Settled => Ok(Recovered::Finished),
+            Self::GivenBack(mut given_back) => {
+                given_back.wait_reconnected()?;
+                given_back.settle()?;
+                Ok(Recovered::Finished)
+            }
+            Self::Returned(returned) => returned.close(),
+        }
+    }
+}
+
+/// Brings the guest to one of its QEMUs, and libvirt's record in agreement with that.
+fn make_ready(handover: Handover, policy: SilentQemuPolicy) -> Result<Ready, RebootError> {
+    let returned = |returned| Ready::Returned(Box::new(returned));
     let step = handover.journal.operation.step;
     if step < Step::Resume {
-        return undo(handover, policy);
+        return return_to_source(handover, policy).map(returned);
     }
     let running_source = if step == Step::Resume { source::running_again(&handover, policy)? } else { None };
     match (answering_destination(&handover, policy)?, running_source) {
@@ -43,8 +136,8 @@ pub(crate) fn recover_replacement(
             let name = handover.name().to_owned();
             Err(DomainError::SourceRuns { name, source_pid: source.pid, destination_pid: vmm.pid }.into())
         }
-        (None, Some(_)) => undo(handover, policy),
-        (None, None) => end_without_guest(&handover),
+        (None, Some(_)) => return_to_source(handover, policy).map(returned),
+        (None, None) => end_without_guest(handover).map(returned),
     }
 }
 
@@ -63,20 +156,17 @@ fn answering_destination(
 }
 
 /// Resumes the guest in the destination unless it runs there, and gives the domain back to libvirt.
-fn finish(mut handover: Handover, mut destination: Destination<SpawnedStage>) -> Result<Recovered, RebootError> {
-    let vmm = destination.vmm.clone();
+fn finish(mut handover: Handover, mut destination: Destination<SpawnedStage>) -> Result<Ready, RebootError> {
     match handover.journal.operation.step {
-        Step::Settle => settle(handover, &vmm, &mut destination.qmp)?,
-        Step::GiveBack => {
-            give_back(&mut handover, vmm.process(), &mut destination.qmp)?;
-            settle(handover, &vmm, &mut destination.qmp)?;
+        Step::Settle => {
+            settle(handover, &destination.vmm, &mut destination.qmp)?;
+            Ok(Ready::Settled)
         }
+        Step::GiveBack => Ok(Ready::GivenBack(Box::new(give_back(handover, destination.vmm, destination.qmp)?))),
         Step::Prepare | Step::Suspend | Step::Saved | Step::Resume => {
-            let mut running = destination.wait_for_interrupted_load()?.commit(&mut handover, "resume")?;
+            let running = destination.wait_for_interrupted_load()?.commit(&mut handover, "resume")?;
             running.begin_give_back(&mut handover)?;
-            give_back(&mut handover, vmm.process(), &mut running.qmp)?;
-            settle(handover, &vmm, &mut running.qmp)?;
+            Ok(Ready::GivenBack(Box::new(give_back(handover, running.vmm, running.qmp)?)))
         }
     }
-    Ok(Recovered::Finished)
 }

@@ -1,268 +1,190 @@
-//! The replacement, from the preflight to the moment at which the guest runs in the destination, and the way back to
-//! the source.
+//! The replacement of the QEMUs of several domains, in phases, and the hand-over of one of them.
 
-use super::daemon_guard::DaemonGuard;
-use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
-use super::journal::{operation, set_absence};
-use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
+use super::absence::{AbsenceResult, replace_in_absence};
+use super::batches::divide;
+use super::journal::operation;
+use super::preflight;
+use super::prepare::{Candidate, OPERATION, Prepared, prepare};
 use super::recheck::Baseline;
-use super::way_back::{abandon, fail_after_decision};
-use super::{DomainError, DomainOptions, capabilities, give_back, preflight_error, source};
+use super::{DomainError, DomainOptions, panicked, source};
 use crate::error::{Failure, RebootError};
-use crate::vmm::preflight::{compare_blocks, compare_cpus};
-use crate::vmm::{QemuInfo, RebootReport, VmOutcome};
+use crate::parallel::{Panicked, ProcessorGate, in_threads};
+use crate::vmm::{RebootReport, VmOutcome};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
-use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
 use rekindle_kernel::process::Process;
-use rekindle_kernel::surroundings::ThreadPlaces;
+use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::{DaemonLock, check_jobs};
-use rekindle_life::attach::AdoptedGuest;
 use rekindle_memory::ram::GuestRam;
-use rekindle_qemu::command::Start;
+use rekindle_memory::room::available_to;
 use rekindle_qemu::guest;
-use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::stream;
-use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::definition::Name;
-use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Absence, Journal, Kind, LibvirtOperation, Step};
-use rekindle_vm::lock::OperationLock;
-use rekindle_vm::rundir::RunDir;
+use rekindle_vm::journal::Step;
 use rekindle_vm::timeline::{Phase, Recorder};
-use std::fs::File;
-use std::io;
-use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long the source's monitor may take to greet, while libvirt's daemon is stopped.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the destination may take to load the devices, in the pause. It usually takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
-/// Name of the operation, for other processes that find the domain locked.
-const OPERATION: &str = "replace-qemu";
 
-/// Replaces the QEMUs of domains of libvirt, one after the other.
+/// Result of [`replace_domains`].
+pub struct ReplacedDomains {
+    pub outcomes: Vec<VmOutcome>,
+    /// How long libvirt's daemon was away, in microseconds: one entry for each time that it was stopped.
+    pub absences_us: Vec<u64>,
+}
+
+/// Replaces the QEMUs of domains of libvirt, in parallel.
+///
+/// All are prepared before libvirt's daemon is stopped, and handed over before it is started again. If there is no
+/// memory for the copies of their RAM at the same time, this is done in as many batches as needed.
 ///
 /// *Needs:* root; the domains run; libvirt's daemon runs.
 /// *On success:* each guest runs in its destination QEMU, and libvirt manages it as before.
 /// *On failure:* [`Failure::guest`] states the guest's status for each domain. The other domains continue.
 #[must_use]
-pub fn replace_domains(host: &Host, names: &[String], options: &DomainOptions) -> Vec<VmOutcome> {
-    let outcome = |name: &String| VmOutcome { name: name.clone(), result: replace_domain(host, name, options) };
-    names.iter().map(outcome).collect()
+pub fn replace_domains(host: &Host, names: &[String], options: &DomainOptions) -> ReplacedDomains {
+    let results = names.iter().map(|_| None).collect();
+    let mut replacement = Replacement { host, names, options, results, absences_us: Vec::new() };
+    let error = if names.is_empty() { None } else { replacement.replace_all().err().map(Arc::new) };
+    let Replacement { results, absences_us, .. } = replacement;
+    let outcome = |(name, result): (&String, Option<_>)| {
+        let not_begun = || Err(error.as_ref().map_or_else(|| panicked(name), daemon_failure));
+        VmOutcome { name: name.clone(), result: result.unwrap_or_else(not_begun) }
+    };
+    ReplacedDomains { outcomes: names.iter().zip(results).map(outcome).collect(), absences_us }
 }
 
-fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<RebootReport, Failure> {
-    let _daemon_lock = DaemonLock::acquire().map_err(Failure::unchanged)?;
-    check_jobs().map_err(Failure::unchanged)?;
-    let mut recorder = Recorder::new(name, OPERATION);
-    let mut inspected = preflight::inspect(host, name, options).map_err(Failure::unchanged)?;
-    recorder.step("preflight");
-    let (_lock, mut handover) = begin(host, name, &mut inspected, recorder).map_err(Failure::unchanged)?;
-    handover.pass("libvirt.prepare.journalled");
-    let prepared = match prepare(&mut handover, &mut inspected) {
-        Ok(prepared) => prepared,
-        Err(error) => return Err(abandon(handover, error)),
-    };
-    handover.pass("libvirt.prepare.copied");
-    let source = QemuInfo {
-        binary: inspected.baseline.adopted.binary.clone(),
-        version: Some(inspected.baseline.adopted.version.clone()),
-        pid: inspected.baseline.adopted.pid,
-    };
-    let machine = inspected.baseline.adopted.machine.clone();
-    // The rest ends here: libvirt's daemon ends when its clients have disconnected.
-    let Inspected { baseline, .. } = inspected;
-    let (ram_files, places) = (prepared.ram_files, prepared.places);
-    let mut guard = DaemonGuard::default();
-    let transferred = match hand_over(&mut handover, &mut guard, &baseline, machine, prepared.destination) {
-        Ok(transferred) => transferred,
-        Err(error) if handover.journal.operation.step >= Step::Resume => {
-            return Err(fail_after_decision(handover, &ram_files, error));
-        }
-        Err(error) => return Err(abandon(handover, error)),
-    };
-    let Transferred { mut running, stopped_host_us } = transferred;
-    place_threads(&places, &mut running);
-    running.begin_give_back(&mut handover).map_err(Failure::needs_recovery)?;
-    give_back::give_back(&mut handover, running.vmm.process(), &mut running.qmp).map_err(Failure::needs_recovery)?;
-    handover.recorder.step("give back");
-    let report = RebootReport {
-        name: name.into(),
-        stopped_us: running.stage.resumed_host_us.saturating_sub(stopped_host_us),
-        stop_host_us: stopped_host_us,
-        resume_host_us: running.stage.resumed_host_us,
-        steps: handover.recorder.entries().to_vec(),
-        from: source,
-        to: QemuInfo {
-            binary: running.vmm.binary.clone(),
-            version: Some(running.qmp.version().clone()),
-            pid: running.vmm.pid,
-        },
-        memory: None,
-    };
-    give_back::settle(handover, &running.vmm, &mut running.qmp).map_err(Failure::needs_recovery)?;
-    Ok(report)
+fn daemon_failure(error: &Arc<DaemonError>) -> Failure {
+    Failure::unchanged(DomainError::Daemon(Arc::clone(error)))
 }
 
-/// Locks the domain and journals the operation.
-fn begin(
-    host: &Host,
-    name: &str,
-    inspected: &mut Inspected,
-    recorder: Recorder,
-) -> Result<(OperationLock, Handover), RebootError> {
-    let vm_name: Name = name.parse().map_err(|e| preflight_error(name, vec![format!("its name: {e}")]))?;
-    let rundir = RunDir::new(&host.root, name);
-    host.create_run_dir(&rundir).map_err(RebootError::file(rundir.path()))?;
-    let lock = OperationLock::acquire(&rundir, OPERATION).map_err(LifeError::from)?;
-    // It was checked before, without the lock.
-    check_run_directory(host, name)?;
-    match journal_operation(&rundir, &vm_name, inspected, recorder) {
-        Ok(handover) => Ok((lock, handover)),
-        Err(error) => {
-            let _ = rundir.remove();
-            Err(error)
+/// A replacement of several domains' QEMUs.
+struct Replacement<'a> {
+    host: &'a Host,
+    names: &'a [String],
+    options: &'a DomainOptions,
+    /// Of each name; `None` until its replacement has ended.
+    results: Vec<Option<Result<RebootReport, Failure>>>,
+    absences_us: Vec<u64>,
+}
+
+impl Replacement<'_> {
+    /// Fails before any domain is changed.
+    fn replace_all(&mut self) -> Result<(), DaemonError> {
+        let _daemon_lock = DaemonLock::acquire()?;
+        check_jobs()?;
+        loop {
+            // Each batch has its own preflight: the daemon is another process after an absence, and ends only if no
+            // connection to it is left.
+            let candidates = self.inspect_rest();
+            let batch = Self::next_batch(candidates);
+            if batch.is_empty() {
+                return Ok(());
+            }
+            let prepared = self.prepare(batch);
+            if prepared.is_empty() {
+                continue;
+            }
+            let AbsenceResult { domains, away } = replace_in_absence(prepared);
+            domains.into_iter().for_each(|domain| self.record(domain.position, domain.result));
+            self.absences_us.extend(away.map(|away| away.as_micros() as u64));
         }
     }
-}
 
-fn journal_operation(
-    rundir: &RunDir,
-    name: &Name,
-    inspected: &mut Inspected,
-    recorder: Recorder,
-) -> Result<Handover, RebootError> {
-    let Inspected { status_file, baseline, listeners, forwards, daemon, binary, .. } = &*inspected;
-    let Baseline { record, adopted, .. } = baseline;
-    let source = Vmm {
-        binary: adopted.binary.clone(),
-        pid: adopted.pid,
-        started: adopted.started,
-        directory: rundir.vmm(DESTINATION_GENERATION - 1).0,
-        // It is free only while the daemon is stopped.
-        monitor: Some(Monitor::Socket { path: record.monitor.clone() }),
-    };
-    let failed = RebootError::file(&rundir.file("operation.json"));
-    let capabilities = if binary.version == adopted.version {
-        None
-    } else {
-        let accelerator = &adopted.accelerator;
-        Some(capabilities::after_change(&record.capabilities, &record.emulator, &binary.path, accelerator)?)
-    };
-    let libvirt = LibvirtOperation {
-        status_file: status_file.clone(),
-        monitor: record.monitor.clone(),
-        uuid: record.uuid,
-        daemon: daemon.clone(),
-        absence: Absence::Present,
-        listeners: listeners.clone(),
-        forwards: forwards.clone(),
-        emulator: Some(binary.path.clone()).filter(|path| *path != record.emulator),
-        capabilities,
-    };
-    let mut journal =
-        Journal::open(rundir, Kind::LibvirtReplace, Some(source), DESTINATION_GENERATION).map_err(&failed)?;
-    journal.operation.libvirt = Some(libvirt);
-    journal.write().map_err(&failed)?;
-    // Written after the journal: without a state, the operation has started nothing.
-    let vcpus = vcpus(&mut inspected.qmp)?.len() as u32;
-    let monitor = libvirt_monitor(name.as_str());
-    let guest = AdoptedGuest {
-        adopted: &inspected.baseline.adopted,
-        foreign: None,
-        generation: None,
-        monitor: &monitor,
-        vcpus,
-    };
-    let state = guest.into_state(rundir, name);
-    state.write(rundir).map_err(RebootError::file(&rundir.file("state.json")))?;
-    Ok(Handover { rundir: rundir.clone(), state, journal, recorder })
-}
-
-/// A destination that waits for the guest, while the source still runs it.
-struct Prepared {
-    destination: Destination<PreparedStage<CopiedRam>>,
-    /// The RAM, as evidence of whether the destination has run the guest.
-    ram_files: Vec<File>,
-    places: ThreadPlaces,
-}
-
-/// Prepares as much as possible while libvirt's daemon and the guest run: starts the destination, compares it with the
-/// source, and copies the RAM.
-fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepared, RebootError> {
-    let source = inspected.baseline.adopted.process();
-    let guest_ram = GuestRam::of(&mut inspected.qmp, source).map_err(CopyError::from).map_err(DomainError::from)?;
-    let ids = ram_blocks(&inspected.baseline.line);
-    let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
-    let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
-    let rundir = handover.rundir.clone();
-    let environment = LibvirtEnvironment { rundir: &rundir, inspected, ram: &ram };
-    let mut destination = Destination::spawn(handover, &environment, Start::Incoming, Taps::new())?;
-    handover.recorder.step("start the new QEMU");
-    handover.pass("libvirt.prepare.spawned");
-
-    compare_qemus(handover.name(), &mut inspected.qmp, &mut destination.qmp, &ids)?;
-    inspected.baseline.fit(&mut destination.qmp)?;
-    let process = destination.vmm.process();
-    give_back::rehearse(handover, process, &mut destination.qmp)?;
-    let copies: io::Result<Vec<File>> = ram.blocks().map(|block| block.file.try_clone()).collect();
-    let ram_files = copies.map_err(RebootError::file(Path::new("/proc/self/fd")))?;
-    let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(DomainError::from)?;
-    let mut destination = destination.prepare(ram)?;
-    handover.pass("libvirt.prepare.compared");
-    let copied = destination.stage.ram.copy_while_running(&mut inspected.qmp, CopyLimit::default());
-    copied.map_err(DomainError::from)?;
-    handover.recorder.step("copy memory");
-    Ok(Prepared { destination, ram_files, places })
-}
-
-/// Rejects a destination that is a different machine.
-fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp, supplied: &[String]) -> Result<(), RebootError> {
-    let mut problems = compare_cpus(source, destination)?;
-    let (source_blocks, blocks) = (ramblock::list(source)?, ramblock::list(destination)?);
-    problems.extend(compare_blocks(&source_blocks, &blocks));
-    let mut texts: Vec<String> = problems.into_iter().map(|problem| problem.0).collect();
-    for id in supplied {
-        let size = |blocks: &[ramblock::RamBlock]| blocks.iter().find(|block| block.id == *id).map(|block| block.total);
-        if size(&source_blocks) != size(&blocks) {
-            texts.push(format!("RAM block {id} has another size in the destination QEMU"));
+    fn record(&mut self, position: usize, result: Result<RebootReport, Failure>) {
+        if let Some(entry) = self.results.get_mut(position) {
+            *entry = Some(result);
         }
     }
-    if texts.is_empty() { Ok(()) } else { Err(preflight_error(name, texts)) }
+
+    /// Inspects all domains that have no result yet, and returns those that can be replaced.
+    fn inspect_rest(&mut self) -> Vec<Candidate> {
+        let results = self.results.iter().enumerate();
+        let rest: Vec<usize> = results.filter(|(_, result)| result.is_none()).map(|(position, _)| position).collect();
+        let domains: Vec<_> = self.names.iter().enumerate().filter(|(position, _)| rest.contains(position)).collect();
+        let (host, options, gate) = (self.host, self.options, ProcessorGate::new());
+        let inspected = in_threads(domains, |(position, name)| {
+            let mut recorder = Recorder::new(name, OPERATION);
+            let inspected = gate.pass(|| preflight::inspect(host, name, options)).map_err(Failure::unchanged)?;
+            recorder.step("preflight");
+            Ok(Candidate { position, name: name.clone(), recorder, inspected })
+        });
+        self.keep_successes(&rest, inspected)
+    }
+
+    /// Chooses the domains of the next absence: as many as there is memory for.
+    fn next_batch(candidates: Vec<Candidate>) -> Vec<Candidate> {
+        let needs: Vec<u64> = candidates.iter().map(|candidate| candidate.inspected.copy_bytes).collect();
+        // The preflight has read it, too. Without it, each domain is a batch of its own.
+        let available = Process::current().and_then(available_to).unwrap_or(0);
+        let batches = divide(&needs, available);
+        if batches.len() > 1 {
+            tracing::info!("memory for {} of {} domains at a time", batches[0].len(), needs.len());
+        }
+        let first = batches.into_iter().next().unwrap_or_default();
+        let chosen = candidates.into_iter().enumerate().filter(|(number, _)| first.contains(number));
+        chosen.map(|(_, candidate)| candidate).collect()
+    }
+
+    /// Prepares the domains of one absence.
+    fn prepare(&mut self, batch: Vec<Candidate>) -> Vec<Prepared> {
+        let positions: Vec<usize> = batch.iter().map(|candidate| candidate.position).collect();
+        let (host, gate) = (self.host, ProcessorGate::new());
+        let prepared = in_threads(batch, |candidate| gate.pass(|| prepare(host, candidate)));
+        let mut prepared = self.keep_successes(&positions, prepared);
+        if prepared.len() > 1 {
+            let positions: Vec<usize> = prepared.iter().map(|domain| domain.position).collect();
+            let copied = in_threads(prepared, |domain| gate.pass(|| domain.copy_again()));
+            prepared = self.keep_successes(&positions, copied);
+        }
+        prepared.iter_mut().for_each(Prepared::disconnect);
+        prepared
+    }
+
+    /// Records the failures, and returns the other results.
+    fn keep_successes<T>(&mut self, positions: &[usize], results: Vec<Result<Result<T, Failure>, Panicked>>) -> Vec<T> {
+        let mut successes = Vec::new();
+        for (position, result) in positions.iter().zip(results) {
+            let name = self.names.get(*position).map_or("", String::as_str);
+            match result.unwrap_or_else(|_| Err(panicked(name))) {
+                Ok(success) => successes.push(success),
+                Err(failure) => self.record(*position, Err(failure)),
+            }
+        }
+        successes
+    }
 }
 
 /// The guest runs in the destination. The source is stopped.
-struct Transferred {
-    running: Destination<RunningStage<CopiedRam>>,
-    stopped_host_us: u64,
+pub(super) struct Transferred {
+    pub running: Destination<RunningStage<CopiedRam>>,
+    pub stopped_host_us: u64,
 }
 
-/// Stops libvirt's daemon, and moves the guest from the source to the destination.
-fn hand_over(
+/// A source that is still the domain's QEMU as it was inspected. Its guest runs, and little of its RAM is left to copy.
+pub(super) struct Approached {
+    qmp: Qmp,
+    state: SourceState,
+}
+
+/// Does what must wait until libvirt's daemon is stopped, and can be done while the guest runs: no client can change the
+/// domain any more.
+pub(super) fn approach(
     handover: &mut Handover,
-    guard: &mut DaemonGuard,
     baseline: &Baseline,
-    machine: String,
-    mut destination: Destination<PreparedStage<CopiedRam>>,
-) -> Result<Transferred, RebootError> {
-    // A job may have been started while the RAM was copied.
-    check_jobs()?;
-    set_absence(handover, Absence::Stopped)?;
-    handover.pass("libvirt.daemon.stopping");
+    destination: &mut Destination<PreparedStage<CopiedRam>>,
+) -> Result<Approached, RebootError> {
     let libvirt = operation(handover)?.clone();
-    guard.stop(&libvirt.daemon)?;
-    handover.pass("libvirt.daemon.stopped");
     let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
     let mut source_qmp = source.connect(MONITOR_TIMEOUT)?;
-    handover.recorder.step("stop libvirt's daemon");
     baseline.check_unchanged(&libvirt, &mut source_qmp)?;
     handover.recorder.step("check the source");
     let ram = &mut destination.stage.ram;
@@ -272,10 +194,19 @@ fn hand_over(
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
     // No file: without the source's private RAM, the state of the devices is useless.
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
-    let form = StreamForm::Foreign { machine };
-    let mut source_state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
+    let form = StreamForm::Foreign { machine: baseline.adopted.machine.clone() };
+    let state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
     handover.recorder.step("copy memory");
+    Ok(Approached { qmp: source_qmp, state })
+}
 
+/// Moves the guest from the source to the destination.
+pub(super) fn hand_over(
+    handover: &mut Handover,
+    source: Approached,
+    mut destination: Destination<PreparedStage<CopiedRam>>,
+) -> Result<Transferred, RebootError> {
+    let Approached { qmp: mut source_qmp, state: mut source_state } = source;
     handover.advance(Step::Suspend)?;
     handover.pass("libvirt.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);
@@ -305,15 +236,4 @@ fn hand_over(
     let running = loaded.commit(handover, "resume")?;
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
-}
-
-/// Moves the threads of the destination's virtual processors to the control groups and processors of the source's.
-fn place_threads(places: &ThreadPlaces, running: &mut Destination<RunningStage<CopiedRam>>) {
-    let process = running.vmm.process();
-    let placed = placed_threads(&mut running.qmp)
-        .map_err(|e| e.to_string())
-        .and_then(|threads| places.apply(process, &threads).map_err(|e| e.to_string()));
-    if let Err(e) = placed {
-        tracing::warn!("{e}; libvirt's limits for single virtual processors do not apply to the new QEMU");
-    }
 }

@@ -229,6 +229,7 @@ impl PreparedKexec {
             from: qemu.clone(),
             to: qemu,
             memory: None,
+            daemon_away_us: None,
         };
         // A reset clears memory, and firmware uses memory: the remains of the cache are not worth a report.
         let kept = kept_cache.filter(|_| is_kexec);

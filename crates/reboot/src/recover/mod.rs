@@ -14,7 +14,8 @@ pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers};
-use crate::libvirt::recover::recover_replacement;
+use crate::libvirt::is_domain;
+use crate::libvirt::recover::{RecoveredDomain, is_interrupted, recover_replacements};
 use crate::moving::reconnect_disks;
 use crate::os::KexecRecovery;
 use crate::vmm::RUN_STATE_TIMEOUT;
@@ -40,12 +41,48 @@ use rekindle_vm::status::{Status, status};
 ///
 /// # Errors
 /// [`RebootError`]; [`RebootError::needs_recovery`] if a QEMU that may run the guest does not answer.
-pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovery, RebootError> {
+    if is_interrupted(host, name) {
+        return recover_domain(host, name, policy);
+    }
+    if !RunDir::new(&host.root, name).exists() && is_domain(name) {
+        // The recovery of another domain has recovered this one, too.
+        return Ok(Recovery::of(Recovered::Nothing));
+    }
     let recovered = recover_locked(host, name, policy)?;
     if recovered == Recovered::MovedBack {
         reconnect_disks(host, name)?;
     }
-    Ok(recovered)
+    Ok(Recovery::of(recovered))
+}
+
+/// Result of [`recover`].
+#[derive(Debug)]
+pub struct Recovery {
+    pub recovered: Recovered,
+    /// Domains of libvirt that were recovered together with the named one, because they share libvirt's daemon.
+    pub others: Vec<(String, Recovered)>,
+}
+
+impl Recovery {
+    fn of(recovered: Recovered) -> Self {
+        Self { recovered, others: Vec::new() }
+    }
+}
+
+/// Recovers a domain of libvirt, and all others whose replacement was interrupted. Failures of the others are logged.
+fn recover_domain(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovery, RebootError> {
+    let mut recovery = Recovery::of(Recovered::Nothing);
+    let mut failure = None;
+    for RecoveredDomain { name: domain, result } in recover_replacements(host, policy)? {
+        match result {
+            Ok(recovered) if domain == name => recovery.recovered = recovered,
+            Ok(recovered) => recovery.others.push((domain, recovered)),
+            Err(error) if domain == name => failure = Some(error),
+            Err(error) => tracing::error!("{domain}: {}", with_causes(&error)),
+        }
+    }
+    failure.map_or(Ok(recovery), Err)
 }
 
 /// As [`recover`]. A guest that a move has left here may not have its disks yet.
@@ -53,9 +90,6 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
     let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };
-    if journal.operation.kind == Kind::LibvirtReplace {
-        return recover_replacement(&locked_vm, journal, policy);
-    }
     require_answers(&locked_vm, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
         // An interrupted hand-over may have left QEMU's threads at raised priority.
@@ -82,7 +116,15 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
             recover_cold(continue_interrupted(&locked_vm, journal))
         }
-        Kind::LibvirtReplace => recover_replacement(&locked_vm, journal, policy),
+        // Recovered before, unless it was begun meanwhile.
+        Kind::LibvirtReplace => {
+            return Err(LifeError::NeedsRecovery {
+                name: name.into(),
+                kind: journal.operation.kind,
+                step: journal.operation.step,
+            }
+            .into());
+        }
         Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&locked_vm, journal)),
     }?;
     idle::remove_saved_state(host, &locked_vm);

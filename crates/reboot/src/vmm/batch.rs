@@ -3,6 +3,7 @@
 
 use super::{QemuInfo, RebootMethod, RebootReport, ReplaceOptions, begin, cold, saved, warm};
 use crate::error::{Failure, RebootError};
+use crate::parallel::{ProcessorGate, in_threads};
 use rekindle_kernel::sched::PriorityBoost;
 use rekindle_life::shutdown::EndMethod;
 use rekindle_qemu::binary::{Binary, BinaryError};
@@ -12,8 +13,7 @@ use rekindle_vm::journal::Kind;
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Barrier, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::sync::{Barrier, Mutex, PoisonError};
 
 /// Result of a reboot for one VM.
 pub struct VmOutcome {
@@ -32,20 +32,12 @@ pub struct VmOutcome {
 #[must_use]
 pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
     let batch = Batch::new(names.len());
-    thread::scope(|scope| {
-        let batch = &batch;
-        let workers: Vec<_> =
-            names.iter().map(|name| scope.spawn(move || reboot_one(host, name, options, batch))).collect();
-        let mut outcomes = Vec::new();
-        for (name, worker) in names.iter().zip(workers) {
-            let result = worker.join().unwrap_or_else(|_| {
-                let source = io::Error::other("the thread that rebooted this VM panicked");
-                Err(Failure::needs_recovery(RebootError::file(&host.root.join(name))(source)))
-            });
-            outcomes.push(VmOutcome { name: name.clone(), result });
-        }
-        outcomes
-    })
+    let results = in_threads(names, |name| reboot_one(host, name, options, &batch));
+    let outcome = |(name, result): (&String, Result<_, _>)| {
+        let panicked = |e| Failure::needs_recovery(RebootError::file(&host.root.join(name))(io::Error::other(e)));
+        VmOutcome { name: name.clone(), result: result.unwrap_or_else(|e| Err(panicked(e))) }
+    };
+    names.iter().zip(results).map(outcome).collect()
 }
 
 /// The source QEMU of one VM, and the binary that would replace it.
@@ -79,14 +71,14 @@ pub fn plan(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmPl
 struct Batch {
     /// Delays every stop of a guest until all destinations are prepared.
     barrier: Barrier,
-    gate: HandoverGate,
+    gate: ProcessorGate,
     /// Probed binaries by path. Each binary is probed once.
     binaries: Mutex<HashMap<PathBuf, Binary>>,
 }
 
 impl Batch {
     fn new(vms: usize) -> Self {
-        Self { barrier: Barrier::new(vms), gate: HandoverGate::new(), binaries: Mutex::default() }
+        Self { barrier: Barrier::new(vms), gate: ProcessorGate::new(), binaries: Mutex::default() }
     }
 
     fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
@@ -98,31 +90,6 @@ impl Batch {
         let binary = Binary::probe_cached(path, &host.binaries())?;
         binaries.insert(path.to_owned(), binary.clone());
         Ok(binary)
-    }
-}
-
-/// Limits concurrent hand-overs to the number of processors. A hand-over is pure computation: with more at a time, each
-/// guest would be stopped for longer and no hand-over would finish sooner.
-struct HandoverGate {
-    free: Mutex<usize>,
-    freed: Condvar,
-}
-
-impl HandoverGate {
-    fn new() -> Self {
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        Self { free: Mutex::new(processors), freed: Condvar::new() }
-    }
-
-    fn pass<T>(&self, work: impl FnOnce() -> T) -> T {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
-        *free -= 1;
-        drop(free);
-        let result = work();
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.freed.notify_one();
-        result
     }
 }
 

@@ -110,6 +110,10 @@ pub struct RebootReport {
     /// `None` without [`ReplaceOptions::verify_memory`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryComparison>,
+    /// For a domain of libvirt: how long its daemon was away, in microseconds: from the request to stop it until it
+    /// accepted connections again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub daemon_away_us: Option<u64>,
 }
 
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
@@ -154,6 +158,7 @@ impl Replacement {
                 pid: settled.vmm.pid,
             },
             memory: None,
+            daemon_away_us: None,
         }
     }
 

@@ -152,8 +152,8 @@ Example:
     Detach(NameOnly),
     /// Replace the QEMU process of VMs, or of libvirt's domains, under their running guests.
     ///
-    /// The same as `rekindle reboot vmm`. For a domain of libvirt, libvirt's daemon is stopped for a moment and started
-    /// again; it manages the domain afterwards as before.
+    /// The same as `rekindle reboot vmm`. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
+    /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: --preview;
     /// root; no tap, no VNC or SPICE server.
@@ -164,7 +164,8 @@ Example:
     #[command(after_help = "\
 Examples:
   rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
-  rekindle replace-qemu db --dry-run")]
+  rekindle replace-qemu db --dry-run
+  rekindle replace-qemu --all-libvirt --preview")]
     ReplaceQemu(RebootVmm),
     /// Reboot a VM's QEMU, its guest, or this host.
     #[command(subcommand)]
@@ -173,6 +174,8 @@ Examples:
     #[command(subcommand)]
     Host(Host),
     /// Finish or undo an interrupted operation, or boot a guest whose QEMU has died.
+    ///
+    /// Interrupted replacements of the QEMUs of libvirt's domains are recovered together: they share libvirt's daemon.
     ///
     /// Needs: no other operation on the VM.
     ///

@@ -83,11 +83,14 @@ pub enum RebootMethod {
 #[derive(Debug, Args)]
 pub struct RebootVmm {
     /// The VMs.
-    #[arg(required_unless_present = "all")]
+    #[arg(required_unless_present_any = ["all", "all_libvirt"])]
     pub names: Vec<Name>,
     /// All VMs that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
+    /// All domains that libvirt runs (qemu:///system), except paused and attached ones.
+    #[arg(long, conflicts_with_all = ["names", "all"])]
+    pub all_libvirt: bool,
     /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
     pub how: RebootMethod,

@@ -8,8 +8,9 @@ use crate::output::{Output, Usage, chain, duration, exit_status_for};
 use crate::progress::start_spinner;
 use anyhow::Result;
 use rekindle_handover::GuestStatus;
-use rekindle_reboot::libvirt::{self, DomainOptions};
-use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
+use rekindle_reboot::error::RebootError;
+use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, SkippedDomain};
+use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome, VmPlan};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -25,6 +26,9 @@ struct VmmResult<'a> {
     /// Time from the first guest's stop to the last guest's resume; `None` if no VM was rebooted.
     #[serde(skip_serializing_if = "Option::is_none")]
     first_stop_to_last_resume_us: Option<u64>,
+    /// How long libvirt's daemon was away: one entry for each time that it was stopped.
+    #[serde(skip_serializing_if = "<[u64]>::is_empty")]
+    daemon_absences_us: &'a [u64],
 }
 
 #[derive(Serialize)]
@@ -41,43 +45,86 @@ enum VmResult<'a> {
         left: GuestStatus,
         error: String,
     },
+    /// Left out by `--all-libvirt`.
+    Skipped {
+        name: &'a str,
+        reason: &'a str,
+    },
 }
 
 pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
-    let names = if arguments.all { running_vms(&host)? } else { distinct_names(&arguments.names)? };
-    let (domains, names) = separate_domains(&host, names)?;
-    if !domains.is_empty() {
-        check_domain_arguments(arguments, &domains)?;
-    }
+    let selected = select(&host, arguments)?;
     let domain_options = DomainOptions { qemu: arguments.qemu.clone() };
-    let how = reboot_method(arguments.how);
     let options = ReplaceOptions {
-        how,
+        how: reboot_method(arguments.how),
         qemu: arguments.qemu.clone(),
         rollback: arguments.rollback,
         verify_memory: arguments.verify_memory,
     };
     if arguments.dry_run {
-        let domain_plans = libvirt::plan_domains(&host, &domains, &domain_options);
-        let plans: Vec<_> = vmm::plan(&host, &names, &options)
-            .into_iter()
-            .chain(domain_plans)
-            .map(|plan| PlannedAction {
-                name: plan.name,
-                action: plan.result.map(|replacement| describe_plan(how, &replacement)),
-            })
-            .collect();
-        return dry_run::print(output, &plans);
+        return dry_run::print(output, &plan(&host, &selected, &options, &domain_options));
     }
-    let spinner = start_spinner(output, format!("{how} reboot of {}", [&*names, &*domains].concat().join(", ")));
-    let mut outcomes = if names.is_empty() { Vec::new() } else { vmm::reboot(&host, &names, &options) };
-    outcomes.extend(libvirt::replace_domains(&host, &domains, &domain_options));
+    let Selected { vms, domains, skipped } = selected;
+    let spinner =
+        start_spinner(output, format!("{} reboot of {}", options.how, [&*vms, &*domains].concat().join(", ")));
+    let mut outcomes = if vms.is_empty() { Vec::new() } else { vmm::reboot(&host, &vms, &options) };
+    let ReplacedDomains { outcomes: of_domains, absences_us } =
+        libvirt::replace_domains(&host, &domains, &domain_options);
+    outcomes.extend(of_domains);
     spinner.finish_and_clear();
-    names.iter().for_each(|name| start_helpers(&host, name));
-    print_vmm_outcomes(output, how, &outcomes)?;
+    vms.iter().for_each(|name| start_helpers(&host, name));
+    print_vmm_outcomes(output, options.how, &outcomes, &skipped, &absences_us)?;
     let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// What a command replaces.
+#[derive(Default)]
+struct Selected {
+    /// Rekindle's own VMs.
+    vms: Vec<String>,
+    /// Domains of libvirt.
+    domains: Vec<String>,
+    skipped: Vec<SkippedDomain>,
+}
+
+fn select(host: &Host, arguments: &RebootVmm) -> Result<Selected> {
+    let selected = if arguments.all_libvirt {
+        let AllDomains { names, skipped } = libvirt::all_domains(host)?;
+        if names.is_empty() && skipped.is_empty() {
+            return Err(Usage("--all-libvirt: libvirt runs no domain".into()).into());
+        }
+        Selected { domains: names, skipped, ..Selected::default() }
+    } else {
+        let names = if arguments.all { running_vms(host)? } else { distinct_names(&arguments.names)? };
+        let (domains, vms) = separate_domains(host, names)?;
+        Selected { vms, domains, ..Selected::default() }
+    };
+    if arguments.all_libvirt || !selected.domains.is_empty() {
+        check_domain_arguments(arguments, &selected.domains)?;
+    }
+    Ok(selected)
+}
+
+/// Plans what would be done, for `--dry-run`.
+fn plan(
+    host: &Host,
+    selected: &Selected,
+    options: &ReplaceOptions,
+    domain_options: &DomainOptions,
+) -> Vec<PlannedAction<RebootError>> {
+    let plans = vmm::plan(host, &selected.vms, options);
+    let plans = plans.into_iter().chain(libvirt::plan_domains(host, &selected.domains, domain_options));
+    let action = |plan: VmPlan| PlannedAction {
+        name: plan.name,
+        action: plan.result.map(|replacement| describe_plan(options.how, &replacement)),
+    };
+    let skip = |SkippedDomain { name, reason }: &SkippedDomain| PlannedAction {
+        name: name.clone(),
+        action: Ok(format!("skip it: {reason}")),
+    };
+    plans.map(action).chain(selected.skipped.iter().map(skip)).collect()
 }
 
 /// Names of domains of libvirt, and of Rekindle's own VMs.
@@ -96,7 +143,7 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
     let is_warm = matches!(arguments.how, RebootMethod::Warm);
     let options =
         [(!is_warm, "--how"), (arguments.rollback, "--rollback"), (arguments.verify_memory, "--verify-memory")];
-    let domains = domains.join(", ");
+    let domains = if domains.is_empty() { "domains".to_owned() } else { domains.join(", ") };
     if let Some((_, option)) = options.iter().find(|(is_given, _)| *is_given) {
         return Err(Usage(format!("{option} is not possible for {domains}, which libvirt manages")).into());
     }
@@ -131,7 +178,13 @@ fn running_vms(host: &Host) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn print_vmm_outcomes(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Result<()> {
+fn print_vmm_outcomes(
+    output: &Output,
+    how: vmm::RebootMethod,
+    outcomes: &[VmOutcome],
+    skipped: &[SkippedDomain],
+    absences_us: &[u64],
+) -> Result<()> {
     let mut text = String::new();
     let mut vms = Vec::new();
     let mut reports = Vec::new();
@@ -153,6 +206,10 @@ fn print_vmm_outcomes(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOut
             }
         }
     }
+    for SkippedDomain { name, reason } in skipped {
+        text += &format!("{name}: skipped: {reason}\n");
+        vms.push(VmResult::Skipped { name, reason });
+    }
     let first_stop_us = reports.iter().map(|report| report.stop_host_us).min();
     let last_resume_us = reports.iter().map(|report| report.resume_host_us).max();
     let total_us = first_stop_us.zip(last_resume_us).map(|(stop, resume)| resume.saturating_sub(stop));
@@ -161,10 +218,29 @@ fn print_vmm_outcomes(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOut
     {
         text += &format!("from the first stop to the last resume: {}\n", duration(total_us));
     }
+    text += &absences_line(absences_us);
     if output.json() || !text.is_empty() {
-        output.result(&VmmResult { how, vms, first_stop_to_last_resume_us: total_us }, text)?;
+        let first_stop_to_last_resume_us = total_us;
+        let result = VmmResult { how, vms, first_stop_to_last_resume_us, daemon_absences_us: absences_us };
+        output.result(&result, text)?;
     }
     Ok(())
+}
+
+fn absences_line(absences_us: &[u64]) -> String {
+    match absences_us {
+        [] => String::new(),
+        [us] => format!("libvirt's daemon was stopped for {}\n", duration(*us)),
+        several => {
+            let times: Vec<_> = several.iter().map(|us| duration(*us)).collect();
+            format!(
+                "libvirt's daemon was stopped {} times, for {}: there was no memory for copies of all guests' RAM at the \
+                 same time\n",
+                times.len(),
+                times.join(", ")
+            )
+        }
+    }
 }
 
 fn replacement_line(report: &RebootReport) -> String {

@@ -5,7 +5,7 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::restore::start_pager;
-use rekindle_reboot::recover::{self, SilentQemuPolicy};
+use rekindle_reboot::recover::{self, Recovery, SilentQemuPolicy};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
@@ -30,10 +30,17 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
         start_pager(&rundir)?;
     }
     let policy = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
-    let recovered = recover::recover(&host, name.as_str(), policy)?;
+    let Recovery { recovered, others } = recover::recover(&host, name.as_str(), policy)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
         super::helpers::start_helpers(&host, name.as_str());
     }
-    output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
+    let mut result = serde_json::json!({"name": name, "recovered": recovered});
+    let mut text = format!("{name}: {recovered}");
+    if !others.is_empty() {
+        let list = others.iter().map(|(name, recovered)| serde_json::json!({"name": name, "recovered": recovered}));
+        result["others"] = list.collect();
+        text.extend(others.iter().map(|(name, recovered)| format!("\n{name}: {recovered}")));
+    }
+    output.result(&result, text)?;
     Ok(ExitCode::SUCCESS)
 }

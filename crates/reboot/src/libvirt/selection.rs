@@ -1,0 +1,51 @@
+//! All domains that libvirt runs, for an operation on each of them.
+
+use super::status_file::{DomainRecord, SYSTEM_DIRECTORY};
+use crate::error::RebootError;
+use rekindle_libvirt::domains;
+use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::path::Path;
+
+/// The running domains of `qemu:///system`.
+#[derive(Debug, Default)]
+pub struct AllDomains {
+    pub names: Vec<String>,
+    pub skipped: Vec<SkippedDomain>,
+}
+
+/// A domain that is left out on purpose, because its owner has decided so.
+#[derive(Debug)]
+pub struct SkippedDomain {
+    pub name: String,
+    pub reason: String,
+}
+
+/// Returns all domains that libvirt runs.
+///
+/// # Errors
+/// [`RebootError`]: libvirt's record of a domain cannot be read.
+pub fn all_domains(host: &Host) -> Result<AllDomains, RebootError> {
+    let directory = Path::new(SYSTEM_DIRECTORY);
+    let mut all = AllDomains::default();
+    for record in domains::all(directory).map_err(RebootError::file(directory))? {
+        let record = record?;
+        match reason_to_skip(host, &record)? {
+            None => all.names.push(record.name),
+            Some(reason) => all.skipped.push(SkippedDomain { name: record.name, reason }),
+        }
+    }
+    Ok(all)
+}
+
+fn reason_to_skip(host: &Host, record: &DomainRecord) -> Result<Option<String>, RebootError> {
+    if record.state != "running" {
+        return Ok(Some(format!("libvirt reports it as {}", record.state)));
+    }
+    let rundir = RunDir::new(&host.root, &record.name);
+    let state = State::read(&rundir).map_err(RebootError::file(rundir.path()))?;
+    // The state of an interrupted replacement is that of an attached VM.
+    let is_attached = state.is_some_and(|state| state.attached.is_some()) && !rundir.file("operation.json").exists();
+    Ok(is_attached.then(|| "it is attached".into()))
+}
