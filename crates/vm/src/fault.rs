@@ -1,7 +1,7 @@
 //! Fault points: named points at which a test can kill or stop a process.
 //!
 //! `REKINDLE_FAULT=POINT:ACTION` in the environment selects a point, e.g.
-//! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test runs through all of [`POINTS`], so that a new point is
+//! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. `POINT:ACTION:VM` selects it only for this VM, of several. A test runs through all of [`POINTS`], so that a new point is
 //! tested automatically. Without the variable a point costs one check of a flag.
 
 use rekindle_kernel::process::Process;
@@ -151,6 +151,8 @@ enum Action {
 struct SelectedFault {
     point: String,
     action: Action,
+    /// `None`: every VM that passes the point.
+    vm: Option<String>,
 }
 
 fn selected_fault() -> Option<&'static SelectedFault> {
@@ -158,8 +160,9 @@ fn selected_fault() -> Option<&'static SelectedFault> {
     SELECTED
         .get_or_init(|| {
             let value = env::var("REKINDLE_FAULT").ok()?;
-            let (point, action) = value.split_once(':')?;
-            let action = match action {
+            let mut words = value.split(':').map(str::to_owned);
+            let (point, action, vm) = (words.next()?, words.next()?, words.next());
+            let action = match action.as_str() {
                 "kill" => Action::Kill,
                 "stop" => Action::Stop,
                 "kill-old" => Action::KillSource,
@@ -167,7 +170,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
                 "kill-daemon" => Action::KillDaemon,
                 _ => return None,
             };
-            Some(SelectedFault { point: point.to_owned(), action })
+            Some(SelectedFault { point, action, vm })
         })
         .as_ref()
 }
@@ -175,7 +178,9 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(POINTS.contains(&name) || DOMAIN_POINTS.contains(&name), "fault point {name} is not listed");
-    let Some(fault) = selected_fault().filter(|fault| fault.point == name) else { return };
+    let is_of = |vm: &str| source.or(destination).is_some_and(|vmm| name_of(vmm) == Some(vm));
+    let is_here = |fault: &&SelectedFault| fault.point == name && fault.vm.as_deref().is_none_or(is_of);
+    let Some(fault) = selected_fault().filter(is_here) else { return };
     let kill = |process: Option<Process>| {
         if let Some(process) = process {
             let _ = process.kill();
@@ -192,6 +197,11 @@ pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>
         Action::KillDestination => kill(destination.map(Vmm::process)),
         Action::KillDaemon => kill(libvirt_daemon()),
     }
+}
+
+/// Returns the name of the VM of a QEMU: that of its run directory.
+fn name_of(vmm: &Vmm) -> Option<&str> {
+    vmm.directory.parent()?.file_name()?.to_str()
 }
 
 /// Returns libvirt's daemon.

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long another operation may have the daemon. It copies a domain's RAM in this time.
+/// How long another operation may have the daemon. It copies the RAM of its domains in this time.
 const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 

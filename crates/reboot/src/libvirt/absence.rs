@@ -161,12 +161,10 @@ fn transfer(prepared: Prepared, gate: &ProcessorGate) -> Placed {
     let Prepared { position, lock, mut handover, baseline, mut destination, ram_files, places, .. } = prepared;
     let name = handover.name().to_owned();
     handover.recorder.step("stop libvirt's daemon");
-    let approached = approach(&mut handover, &baseline, &mut destination);
-    let transferred = approached.and_then(|approached| {
-        gate.pass(|| {
-            handover.recorder.step("wait for a processor");
-            hand_over(&mut handover, approached, destination)
-        })
+    let transferred = gate.pass(|| {
+        handover.recorder.step("wait for a processor");
+        let approached = approach(&mut handover, &baseline, &mut destination)?;
+        hand_over(&mut handover, approached, destination)
     });
     let side = match transferred {
         Ok(transferred) => return_to_libvirt(handover, baseline.source_info(), &places, transferred),
@@ -183,8 +181,8 @@ fn return_to_libvirt(mut handover: Handover, from: QemuInfo, places: &ThreadPlac
     let Transferred { mut running, stopped_host_us } = transferred;
     place_threads(places, &mut running);
     let handed_over = HandedOver { from, stopped_host_us, resumed_host_us: running.stage.resumed_host_us };
-    let begun = running.begin_give_back(&mut handover).map_err(RebootError::from);
-    match begun.and_then(|()| give_back(handover, running.vmm, running.qmp)) {
+    let confirmed = running.begin_give_back(&mut handover).map_err(RebootError::from);
+    match confirmed.and_then(|()| give_back(handover, running.vmm, running.qmp)) {
         Ok(given_back) => Side::Destination(Box::new(given_back), handed_over),
         Err(error) => Side::Unknown(Failure::needs_recovery(error)),
     }

@@ -21,10 +21,11 @@
 //! | `recheck` | whether the domain is still as the preflight has found it |
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
-//! | `replace` | the steps for several domains, and the hand-over of one |
+//! | `phases` | the steps for several domains |
 //! | `batches` | the domains that are replaced together |
 //! | `prepare` | step 1 |
 //! | `absence` | steps 2 and 3: everything that happens while the daemon is stopped |
+//! | `replace` | the hand-over of one domain |
 //! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
 //! | `give_back` | the return of one domain to libvirt |
@@ -55,6 +56,7 @@ mod forwards;
 mod give_back;
 mod journal;
 mod obstacles;
+mod phases;
 mod preflight;
 mod prepare;
 mod recheck;
@@ -65,7 +67,7 @@ mod selection;
 mod source;
 mod way_back;
 
-pub use replace::{ReplacedDomains, replace_domains};
+pub use phases::{ReplacedDomains, replace_domains};
 pub use selection::{AllDomains, SkippedDomain, all_domains};
 
 pub use crate::domain_error::DomainError;

@@ -9,8 +9,8 @@
 //! source has the guest if the destination has ended; if both live, the administrator must choose.
 //!
 //! Interrupted replacements share libvirt's daemon. While one of them is between its decision and its new record, a daemon
-//! that is started would connect to its frozen source. So all of them are ended together, however few are asked for: first
-//! the QEMUs of each, then the daemon is started once, then the rest.
+//! that is started would connect to its frozen source. So all of them are ended together: first each guest is placed in
+//! one of its QEMUs, then the daemon is started once, then the rest.
 //!
 //! In each case libvirt's daemon runs at the end. If no QEMU has the guest, libvirt shows the domain as shut off.
 
@@ -56,7 +56,7 @@ pub(crate) fn is_interrupted(host: &Host, name: &str) -> bool {
 /// # Errors
 /// [`RebootError`]: nothing was changed, because one of them cannot be locked.
 pub(crate) fn recover_replacements(host: &Host, policy: SilentQemuPolicy) -> Result<Vec<RecoveredDomain>, RebootError> {
-    // Before the locks of the domains, as a replacement does: who has this one has no reason to wait for those.
+    // Before the locks of the domains, as a replacement does: its holder need not wait for any of those.
     let _daemon_lock = DaemonLock::acquire()?;
     let names = RunDir::list(&host.root).map_err(RebootError::file(&host.root))?;
     let names = names.into_iter().filter(|name| is_interrupted(host, name));
@@ -67,11 +67,11 @@ pub(crate) fn recover_replacements(host: &Host, policy: SilentQemuPolicy) -> Res
     let names: Vec<_> = interrupted.iter().map(|domain| domain.handover.name().to_owned()).collect();
     let (locks, handovers): (Vec<_>, Vec<_>) =
         interrupted.into_iter().map(|Interrupted { locks, handover }| (locks, handover)).unzip();
-    let ready = in_threads(handovers, |handover| make_ready(handover, policy));
+    let placed = in_threads(handovers, |handover| place_guest(handover, policy));
     let started = guard.start().map(drop).map_err(Arc::new);
-    let ended = in_threads(ready.into_iter().zip(&names), |(ready, name)| {
-        let ready = ready.unwrap_or_else(|_| Err(DomainError::Panicked { name: name.clone() }.into()))?;
-        ready.end(started.as_ref().map(|()| ()))
+    let ended = in_threads(placed.into_iter().zip(&names), |(guest, name)| {
+        let guest = guest.unwrap_or_else(|_| Err(DomainError::Panicked { name: name.clone() }.into()))?;
+        guest.end(started.as_ref().copied())
     });
     drop(locks);
     let recovered = |(name, result): (String, Result<_, _>)| {
@@ -99,14 +99,14 @@ impl Interrupted {
 }
 
 /// A domain of which libvirt's daemon can be started.
-enum Ready {
+enum PlacedGuest {
     /// The operation has ended.
     Settled,
     GivenBack(Box<GivenBack>),
     Returned(Box<Returned>),
 }
 
-impl Ready {
+impl PlacedGuest {
     /// Ends the operation. `daemon`: whether the daemon runs.
     fn end(self, daemon: Result<(), &Arc<DaemonError>>) -> Result<Recovered, RebootError> {
         daemon.map_err(|error| DomainError::Daemon(Arc::clone(error)))?;
@@ -122,9 +122,9 @@ impl Ready {
     }
 }
 
-/// Brings the guest to one of its QEMUs, and libvirt's record in agreement with that.
-fn make_ready(handover: Handover, policy: SilentQemuPolicy) -> Result<Ready, RebootError> {
-    let returned = |returned| Ready::Returned(Box::new(returned));
+/// Places the guest in one of its QEMUs, and makes libvirt's record agree with that.
+fn place_guest(handover: Handover, policy: SilentQemuPolicy) -> Result<PlacedGuest, RebootError> {
+    let returned = |returned| PlacedGuest::Returned(Box::new(returned));
     let step = handover.journal.operation.step;
     if step < Step::Resume {
         return return_to_source(handover, policy).map(returned);
@@ -156,17 +156,17 @@ fn answering_destination(
 }
 
 /// Resumes the guest in the destination unless it runs there, and gives the domain back to libvirt.
-fn finish(mut handover: Handover, mut destination: Destination<SpawnedStage>) -> Result<Ready, RebootError> {
+fn finish(mut handover: Handover, mut destination: Destination<SpawnedStage>) -> Result<PlacedGuest, RebootError> {
     match handover.journal.operation.step {
         Step::Settle => {
             settle(handover, &destination.vmm, &mut destination.qmp)?;
-            Ok(Ready::Settled)
+            Ok(PlacedGuest::Settled)
         }
-        Step::GiveBack => Ok(Ready::GivenBack(Box::new(give_back(handover, destination.vmm, destination.qmp)?))),
+        Step::GiveBack => Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, destination.vmm, destination.qmp)?))),
         Step::Prepare | Step::Suspend | Step::Saved | Step::Resume => {
             let running = destination.wait_for_interrupted_load()?.commit(&mut handover, "resume")?;
             running.begin_give_back(&mut handover)?;
-            Ok(Ready::GivenBack(Box::new(give_back(handover, running.vmm, running.qmp)?)))
+            Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, running.vmm, running.qmp)?)))
         }
     }
 }

@@ -116,7 +116,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
             recover_cold(continue_interrupted(&locked_vm, journal))
         }
-        // Recovered before, unless it was begun meanwhile.
+        // Recovered before, unless it was interrupted only now.
         Kind::LibvirtReplace => {
             return Err(LifeError::NeedsRecovery {
                 name: name.into(),

@@ -6,6 +6,7 @@ use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use rekindle_vm::fault::DOMAIN_POINTS;
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::sync::Mutex;
 use std::thread;
 
@@ -68,6 +69,51 @@ fn one_qemu_has_the_guest_after_the_destination_is_killed() {
 #[test]
 fn one_qemu_has_the_guest_after_the_daemon_is_killed() {
     walk("kill-daemon", |[.., daemon_killed]| daemon_killed);
+}
+
+/// Kills Rekindle at each point of a replacement of two domains, and recovers one of them. The same guests are used for
+/// all points: none of these faults costs a guest's memory.
+#[test]
+fn both_guests_continue_and_libvirt_has_them_after_rekindle_is_killed_with_two_domains() {
+    let libvirt = PrivateLibvirt::start();
+    let domains = ["one", "two"].map(|name| boot(&libvirt, name));
+    let boot_ids = domains.each_ref().map(|domain| domain.ask("boot-id"));
+    for (number, point) in DOMAIN_POINTS.iter().enumerate() {
+        let is_of_daemon = point.starts_with("libvirt.daemon") || point.ends_with("daemon-started");
+        // Such points are passed once, for the first domain.
+        let killed_at = if is_of_daemon { &domains[0] } else { &domains[number % 2] };
+        kill_and_recover(&domains, &format!("{point}:kill:{}", killed_at.name));
+        for (domain, boot_id) in domains.iter().zip(&boot_ids) {
+            let found = (qemus_of(&domain.name), domain.state());
+            assert_eq!(found, (vec![domain.process()], "running".to_owned()), "{point}: {}", domain.name);
+            assert_continues(domain, boot_id);
+        }
+    }
+}
+
+/// Replaces both domains with a fault that kills Rekindle, and recovers one of those that it has left, with which the
+/// other is recovered, too.
+fn kill_and_recover(domains: &[Domain<'_>; 2], fault: &str) {
+    let names = domains.each_ref().map(|domain| domain.name.as_str());
+    let replaced = rekindle(&["replace-qemu", "--preview", names[0], names[1]]).env("REKINDLE_FAULT", fault).output();
+    let replaced = replaced.unwrap();
+    assert_eq!(replaced.status.signal(), Some(9), "{fault}: {}", text(&replaced));
+    let is_interrupted = |name: &&str| fs::exists(format!("/run/rekindle/{name}/state.json")).unwrap();
+    let interrupted: Vec<_> = names.into_iter().filter(is_interrupted).collect();
+    if let Some(&name) = interrupted.last() {
+        let recovered = rekindle(&["recover", name]).output().unwrap();
+        assert!(recovered.status.success(), "{fault}: {}", text(&recovered));
+        for name in &interrupted {
+            assert!(text(&recovered).contains(&format!("{name}: ")), "{fault}: {}", text(&recovered));
+        }
+    }
+    for name in names {
+        assert!(!fs::exists(format!("/run/rekindle/{name}/state.json")).unwrap(), "{fault}: {name}");
+    }
+    for name in interrupted {
+        let again = rekindle(&["recover", name]).output().unwrap();
+        assert!(text(&again).contains("nothing to recover"), "{fault}: {}", text(&again));
+    }
 }
 
 /// Takes `action` at each point. `expected` chooses its outcome from those of a point.
