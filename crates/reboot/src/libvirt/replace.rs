@@ -14,8 +14,9 @@ use crate::vmm::{QemuInfo, RebootReport, VmOutcome};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
-use rekindle_handover::takeover::Taps;
+use rekindle_handover::takeover::TapTakeover;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::ThreadPlaces;
 use rekindle_libvirt::daemon::lock::{DaemonLock, check_jobs};
@@ -77,17 +78,19 @@ fn replace_domain(host: &Host, name: &str, options: &DomainOptions) -> Result<Re
         version: Some(inspected.baseline.adopted.version.clone()),
         pid: inspected.baseline.adopted.pid,
     };
-    let machine = inspected.baseline.adopted.machine.clone();
     // The rest ends here: libvirt's daemon ends when its clients have disconnected.
     let Inspected { baseline, .. } = inspected;
-    let (ram_files, places) = (prepared.ram_files, prepared.places);
+    let Prepared { destination, mut taps, ram_files, places } = prepared;
     let mut guard = DaemonGuard::default();
-    let transferred = match hand_over(&mut handover, &mut guard, &baseline, machine, prepared.destination) {
+    let transferred = match hand_over(&mut handover, &mut guard, &baseline, destination, &mut taps) {
         Ok(transferred) => transferred,
-        Err(error) if handover.journal.operation.step >= Step::Resume => {
-            return Err(fail_after_decision(handover, &ram_files, error));
+        Err(error) => {
+            let is_decided = handover.journal.operation.step >= Step::Resume;
+            let failure =
+                if is_decided { fail_after_decision(handover, &ram_files, error) } else { abandon(handover, error) };
+            taps.takeover.send_again_to_source();
+            return Err(failure);
         }
-        Err(error) => return Err(abandon(handover, error)),
     };
     let Transferred { mut running, stopped_host_us } = transferred;
     place_threads(&places, &mut running);
@@ -190,9 +193,17 @@ fn journal_operation(
 /// A destination that waits for the guest, while the source still runs it.
 struct Prepared {
     destination: Destination<PreparedStage<CopiedRam>>,
+    taps: WaitingTaps,
     /// The RAM, as evidence of whether the destination has run the guest.
     ram_files: Vec<File>,
     places: ThreadPlaces,
+}
+
+/// The taps of a guest, for which the waiting destination has stand-ins.
+struct WaitingTaps {
+    takeover: TapTakeover,
+    /// Injects system calls into the destination.
+    injector: Injector,
 }
 
 /// Prepares as much as possible while libvirt's daemon and the guest run: starts the destination, compares it with the
@@ -204,8 +215,9 @@ fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepare
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
     let rundir = handover.rundir.clone();
+    let (start_taps, takeover) = TapTakeover::prepare(inspected.taps.clone(), source)?;
     let environment = LibvirtEnvironment { rundir: &rundir, inspected, ram: &ram };
-    let mut destination = Destination::spawn(handover, &environment, Start::Incoming, Taps::new())?;
+    let mut destination = Destination::spawn(handover, &environment, Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");
     handover.pass("libvirt.prepare.spawned");
 
@@ -213,6 +225,8 @@ fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepare
     inspected.baseline.fit(&mut destination.qmp)?;
     let process = destination.vmm.process();
     give_back::rehearse(handover, process, &mut destination.qmp)?;
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/maps", process.pid)));
+    let taps = WaitingTaps { takeover, injector: Injector::new(process).map_err(|e| untraceable(e.into()))? };
     let copies: io::Result<Vec<File>> = ram.blocks().map(|block| block.file.try_clone()).collect();
     let ram_files = copies.map_err(RebootError::file(Path::new("/proc/self/fd")))?;
     let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(DomainError::from)?;
@@ -221,7 +235,7 @@ fn prepare(handover: &mut Handover, inspected: &mut Inspected) -> Result<Prepare
     let copied = destination.stage.ram.copy_while_running(&mut inspected.qmp, CopyLimit::default());
     copied.map_err(DomainError::from)?;
     handover.recorder.step("copy memory");
-    Ok(Prepared { destination, ram_files, places })
+    Ok(Prepared { destination, taps, ram_files, places })
 }
 
 /// Rejects a destination that is a different machine.
@@ -245,14 +259,12 @@ struct Transferred {
     stopped_host_us: u64,
 }
 
-/// Stops libvirt's daemon, and moves the guest from the source to the destination.
-fn hand_over(
+/// Stops libvirt's daemon, and connects to the source, which is as the preflight has found it.
+fn take_from_libvirt(
     handover: &mut Handover,
     guard: &mut DaemonGuard,
     baseline: &Baseline,
-    machine: String,
-    mut destination: Destination<PreparedStage<CopiedRam>>,
-) -> Result<Transferred, RebootError> {
+) -> Result<(Vmm, Qmp), RebootError> {
     // A job may have been started while the RAM was copied.
     check_jobs()?;
     set_absence(handover, Absence::Stopped)?;
@@ -261,18 +273,32 @@ fn hand_over(
     guard.stop(&libvirt.daemon)?;
     handover.pass("libvirt.daemon.stopped");
     let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
-    let mut source_qmp = source.connect(MONITOR_TIMEOUT)?;
+    let mut qmp = source.connect(MONITOR_TIMEOUT)?;
     handover.recorder.step("stop libvirt's daemon");
-    baseline.check_unchanged(&libvirt, &mut source_qmp)?;
+    baseline.check_unchanged(&libvirt, &mut qmp)?;
     handover.recorder.step("check the source");
+    Ok((source, qmp))
+}
+
+/// Stops libvirt's daemon, and moves the guest from the source to the destination.
+fn hand_over(
+    handover: &mut Handover,
+    guard: &mut DaemonGuard,
+    baseline: &Baseline,
+    mut destination: Destination<PreparedStage<CopiedRam>>,
+    taps: &mut WaitingTaps,
+) -> Result<Transferred, RebootError> {
+    let (source, mut source_qmp) = take_from_libvirt(handover, guard, baseline)?;
     let ram = &mut destination.stage.ram;
     ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(DomainError::from)?;
+    // Not earlier: every frame that is captured costs time and memory.
+    taps.takeover.capture()?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks = GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(DomainError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
     // No file: without the source's private RAM, the state of the devices is useless.
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
-    let form = StreamForm::Foreign { machine };
+    let form = StreamForm::Foreign { machine: baseline.adopted.machine.clone() };
     let mut source_state = SourceState::prepare(&source, &mut source_qmp, carried, form, &mut sink)?;
     handover.recorder.step("copy memory");
 
@@ -283,6 +309,9 @@ fn hand_over(
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
     source_state.begin(&mut source_qmp)?;
+    // No QEMU runs the guest. When it loads the devices, the destination sets up its taps.
+    taps.takeover.give(taps.injector)?;
+    handover.pass("libvirt.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
     let devices = source_state.send_devices(&mut source_qmp, None)?.bytes;
@@ -303,6 +332,8 @@ fn hand_over(
     handover.recorder.step("freeze");
     handover.pass("libvirt.suspend.frozen");
     let running = loaded.commit(handover, "resume")?;
+    // The source is frozen, so that it has received all that it will ever receive.
+    taps.takeover.send_again(stopped_host_us);
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
 }

@@ -6,9 +6,11 @@ mod changes;
 mod daemon;
 mod faults;
 mod interference;
+mod taps;
+mod traffic;
 
 use rekindle_kernel::process::Process;
-use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
@@ -22,11 +24,12 @@ const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type=
 /// Blocks of 4096 bytes of the disk.
 const DISK_BLOCKS: u64 = 512;
 
-/// Boots a guest with a pattern in its memory.
+/// Boots a guest with a tap, and with a pattern in its memory.
 fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write("/var/lib/libvirt/images/disk", content).unwrap();
-    let domain = libvirt.boot(&DomainOptions { devices: DEVICES, ..DomainOptions::new(name) });
+    let network = Network::Tap("");
+    let domain = libvirt.boot(&DomainOptions { devices: DEVICES, network, ..DomainOptions::new(name) });
     domain.ask("touch 48M 7");
     domain.ask("dirty 20 48 random");
     domain
