@@ -1,6 +1,6 @@
 //! File descriptors of another process: duplicating one, or replacing one by another.
 
-use crate::inject::{Call, Injector};
+use crate::inject::{Call, Injector, StoppedThread};
 use crate::process::Process;
 use rustix::fd::OwnedFd;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
@@ -27,21 +27,43 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
 /// `PermissionDenied` without the right to trace the process or while another process traces it. Pairs before the
 /// failed one stay replaced, and the process continues.
 pub fn replace(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
+    run_for_each(injector, pairs, duplicate_to)
+}
+
+/// Makes descriptor `to` refer to the open file of descriptor `from`, and closes `from`, for each `(from, to)`. Otherwise
+/// as [`replace`].
+///
+/// # Errors
+/// As for [`replace`].
+pub fn move_to(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
+    run_for_each(injector, pairs, |thread, from, to| {
+        duplicate_to(thread, from, to)?;
+        let closed = thread.call(Call::new("close", libc::SYS_close, [from as u64]));
+        closed.map(drop).map_err(|e| failed(e.into(), &format!("close descriptor {from}")))
+    })
+}
+
+/// Stops a thread of the process once, and makes it do `work` for each pair.
+fn run_for_each(
+    injector: Injector,
+    pairs: &[(RawFd, RawFd)],
+    work: fn(&mut StoppedThread, RawFd, RawFd) -> io::Result<()>,
+) -> io::Result<()> {
     if pairs.is_empty() {
         return Ok(());
     }
-    injector.run(|session| {
-        Ok(pairs.iter().try_for_each(|&(from, to)| {
-            let arguments = [from as u64, to as u64, libc::O_CLOEXEC as u64];
-            session.call(Call::new("dup3", libc::SYS_dup3, arguments)).map(drop).map_err(|e| {
-                let pid = injector.process().pid;
-                let e = io::Error::from(e);
-                let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
-                let text = format!("cannot put descriptor {from} in the place of {to} in process {pid}: {why}");
-                io::Error::new(e.kind(), text)
-            })
-        }))
-    })?
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("process {}: {e}", injector.process().pid));
+    injector.run(|thread| Ok(pairs.iter().try_for_each(|&(from, to)| work(thread, from, to))))?.map_err(named)
+}
+
+fn duplicate_to(thread: &mut StoppedThread, from: RawFd, to: RawFd) -> io::Result<()> {
+    let call = Call::new("dup3", libc::SYS_dup3, [from as u64, to as u64, libc::O_CLOEXEC as u64]);
+    thread.call(call).map(drop).map_err(|e| failed(e.into(), &format!("put descriptor {from} in the place of {to}")))
+}
+
+fn failed(e: io::Error, what: &str) -> io::Error {
+    let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
+    io::Error::new(e.kind(), format!("cannot {what}: {why}"))
 }
 
 #[cfg(test)]
@@ -84,7 +106,11 @@ mod tests {
             let mut ready = String::new();
             BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
             let process = Process::of(child.id()).unwrap();
-            replace(Injector::new(process).unwrap(), &[(9, 8)]).unwrap();
+            let injector = Injector::new(process).unwrap();
+            replace(injector, &[(9, 8)]).unwrap();
+            assert!(take(process, 9).is_ok());
+            move_to(injector, &[(9, 8)]).unwrap();
+            assert!(take(process, 9).is_err());
             child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
             assert!(child.wait().unwrap().success());
             drop((first_out, second_out));

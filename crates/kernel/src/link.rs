@@ -96,7 +96,7 @@ mod tests {
     fn an_interface_goes_into_a_bridge_once_and_up() {
         assert!(rustix::process::geteuid().is_root(), "this test needs root");
         let (name, bridge) = (format!("rkl{}", std::process::id()), format!("rkb{}", std::process::id()));
-        let tap = crate::tap::open_transient(&name).unwrap();
+        let tap = crate::tap::open_transient(&name, crate::tap::Features::OWN).unwrap();
         let interface = Path::new("/sys/class/net").join(&name);
         let is_up = || {
             let flags = fs::read_to_string(interface.join("flags")).unwrap();

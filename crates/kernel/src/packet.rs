@@ -181,7 +181,7 @@ mod tests {
     fn a_frame_into_a_tap_is_seen_and_can_be_sent_once_more() {
         assert!(rustix::process::geteuid().is_root(), "this test needs root");
         let name = format!("rkp{}", std::process::id());
-        let tap = crate::tap::open_transient(&name).unwrap();
+        let tap = crate::tap::open_transient(&name, crate::tap::Features::OWN).unwrap();
         let ip = |arguments: &str| {
             let arguments = arguments.replace("DEV", &name);
             assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");

@@ -5,6 +5,7 @@
 //! began, which is the stand-in. The stand-in is therefore made readable once: QEMU wakes up, reads from the file that
 //! the number refers to now, and waits on that file from then on.
 
+use crate::tap::Features;
 use crate::{link, tap};
 use rustix::fd::OwnedFd;
 use std::io;
@@ -39,12 +40,13 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// Makes the interface `name` in the network namespace of the calling thread. The interface is down.
+    /// Makes the interface `name` in the network namespace of the calling thread, with the features of the tap that it
+    /// replaces. The interface is down.
     ///
     /// # Errors
     /// As for [`tap::open`].
-    pub fn open(name: &str) -> io::Result<Self> {
-        let tap = tap::open_transient(name)?;
+    pub fn open(name: &str, features: Features) -> io::Result<Self> {
+        let tap = tap::open_transient(name, features)?;
         let named = |e: io::Error| io::Error::new(e.kind(), format!("frames into {name}: {e}"));
         // Protocol 0: the socket receives nothing.
         // SAFETY: socket() takes no pointers; a descriptor that it returns is ours alone.
@@ -104,7 +106,7 @@ mod tests {
     #[test]
     fn it_is_silent_until_it_is_woken() {
         assert!(rustix::process::geteuid().is_root(), "this test needs root");
-        let stand_in = StandIn::open(&format!("rks{}", std::process::id())).unwrap();
+        let stand_in = StandIn::open(&format!("rks{}", std::process::id()), Features::OWN).unwrap();
         let given = stand_in.descriptor().unwrap();
         let readable = |limit: i64| {
             let mut fds = [PollFd::new(&given, PollFlags::IN)];

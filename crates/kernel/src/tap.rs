@@ -1,25 +1,80 @@
-//! Tap interfaces: opening, creating and removing them.
+//! Tap interfaces: opening, creating and removing them, and what an open one is.
 //!
-//! A guest's tap is persistent, so that it outlives every QEMU, and single-queue: packets that arrive while no QEMU
-//! reads wait in that queue, which the next QEMU reads through a duplicate of the same open file.
+//! The tap of a guest that Rekindle has started is persistent, so that it outlives every QEMU, and single-queue: packets
+//! that arrive while no QEMU reads wait in that queue, which the next QEMU reads through a duplicate of the same open
+//! file. The taps of other guests may have several queues, each with a file of its own.
 
 use crate::link;
+use crate::netns::Namespace;
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags};
-use std::ffi::{c_int, c_short};
+use std::ffi::{CStr, c_int, c_short};
 use std::io;
-use std::mem::size_of;
-use std::os::fd::AsRawFd;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
 
 const TUNSETIFF: u64 = 0x4004_54ca;
 const TUNSETPERSIST: u64 = 0x4004_54cb;
+const TUNGETIFF: u64 = 0x8004_54d2;
+const TUNGETDEVNETNS: u64 = 0x54e3;
 const _: () = assert!(TUNSETIFF == crate::ioctl::write(b'T', 202, size_of::<c_int>()));
 const _: () = assert!(TUNSETPERSIST == crate::ioctl::write(b'T', 203, size_of::<c_int>()));
+const _: () = assert!(TUNGETIFF == crate::ioctl::read(b'T', 210, size_of::<c_int>()));
+const _: () = assert!(TUNGETDEVNETNS == crate::ioctl::none(b'T', 227));
 
 mod ioctl {
     #![allow(missing_docs)]
     nix::ioctl_write_ptr_bad!(tunsetiff, super::TUNSETIFF, libc::ifreq);
     nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
+    nix::ioctl_read_bad!(tungetiff, super::TUNGETIFF, libc::ifreq);
+    nix::ioctl_none_bad!(tungetdevnetns, super::TUNGETDEVNETNS);
+}
+
+/// What a tap passes besides frames, as flags of `TUNSETIFF`: the format of a frame, and whether it may have several
+/// queues. A program that gets an open tap expects them to stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Features(c_int);
+
+impl Features {
+    /// Those of a tap that Rekindle makes for a guest: virtio-net headers, one queue.
+    pub const OWN: Self = Self(libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR);
+    const ALL: c_int = Self::OWN.0 | libc::IFF_MULTI_QUEUE;
+}
+
+/// A queue of a tap, as its open file shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Queue {
+    /// Name of the interface now: interfaces can be renamed.
+    pub interface: String,
+    /// Features that all queues of the interface have.
+    pub features: Features,
+}
+
+/// Returns what an open tap is.
+///
+/// # Errors
+/// `EBADFD` if it has no interface; other errors if it is no tap.
+pub fn queue(tap: BorrowedFd<'_>) -> io::Result<Queue> {
+    // SAFETY: `struct ifreq` is integers and a pointer, for which zeroes are valid.
+    let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
+    // SAFETY: `request` is a whole `struct ifreq` that lives through the call, which writes name and flags into it.
+    unsafe { ioctl::tungetiff(tap.as_raw_fd(), &raw mut request) }?;
+    let name = request.ifr_name.map(|character| character as u8);
+    let name = CStr::from_bytes_until_nul(&name).map_err(io::Error::other)?;
+    // SAFETY: TUNGETIFF has just written this field of the union.
+    let flags = c_int::from(unsafe { request.ifr_ifru.ifru_flags });
+    Ok(Queue { interface: name.to_string_lossy().into_owned(), features: Features(flags & Features::ALL) })
+}
+
+/// Returns the network namespace in which the interface of an open tap is now.
+///
+/// # Errors
+/// `PermissionDenied` without `CAP_NET_ADMIN` there; `EBADFD` if it has no interface; other errors if it is no tap.
+pub fn namespace(tap: BorrowedFd<'_>) -> io::Result<Namespace> {
+    // SAFETY: the call takes no argument and touches no memory of ours.
+    let fd = unsafe { ioctl::tungetdevnetns(tap.as_raw_fd()) }?;
+    // SAFETY: the kernel has just opened this descriptor, and nothing else has it.
+    Ok(Namespace::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
 /// Opens the tap interface `name` in the network namespace of the calling thread, and creates it if it does not exist.
@@ -31,15 +86,15 @@ mod ioctl {
 /// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process has the interface open;
 /// `InvalidInput` for a name that is empty or longer than 15 bytes. The error names the interface.
 pub fn open(name: &str) -> io::Result<OwnedFd> {
-    attach(name, Some(true))
+    attach(name, Features::OWN, Some(true))
 }
 
 /// Creates a tap interface `name` that is removed when its last descriptor is closed.
 ///
 /// # Errors
 /// As for [`open`].
-pub fn open_transient(name: &str) -> io::Result<OwnedFd> {
-    attach(name, None)
+pub fn open_transient(name: &str, features: Features) -> io::Result<OwnedFd> {
+    attach(name, features, None)
 }
 
 /// Removes a persistent tap interface. It is no error if the interface does not exist.
@@ -47,18 +102,17 @@ pub fn open_transient(name: &str) -> io::Result<OwnedFd> {
 /// # Errors
 /// As for [`open`]; an interface that is in use is not removed.
 pub fn remove(name: &str) -> io::Result<()> {
-    drop(attach(name, Some(false))?);
+    drop(attach(name, Features::OWN, Some(false))?);
     Ok(())
 }
 
-fn attach(name: &str, persist: Option<bool>) -> io::Result<OwnedFd> {
+fn attach(name: &str, features: Features, persist: Option<bool>) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("tap interface {name}: {e}"));
     let mut request = link::request(name).map_err(named)?;
     let device = "/dev/net/tun";
     let fd = rustix::fs::open(device, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
         .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("{device}: {e}")))?;
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-    request.ifr_ifru.ifru_flags = flags as c_short;
+    request.ifr_ifru.ifru_flags = features.0 as c_short;
     // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and
     // it lives through the call.
     unsafe { ioctl::tunsetiff(fd.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
@@ -72,6 +126,8 @@ fn attach(name: &str, persist: Option<bool>) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsFd;
+    use std::process::Command;
 
     #[test]
     fn bad_names_are_refused() {
@@ -91,5 +147,44 @@ mod tests {
         assert!(std::path::Path::new("/sys/class/net").join(&name).exists(), "it is persistent");
         remove(&name).unwrap();
         assert!(!std::path::Path::new("/sys/class/net").join(&name).exists());
+    }
+
+    #[test]
+    fn an_open_tap_shows_what_it_is_and_where() {
+        assert!(rustix::process::geteuid().is_root(), "this test needs root");
+        let name = format!("rkq{}", std::process::id());
+        for features in [Features::OWN, Features(libc::IFF_TAP | libc::IFF_NO_PI), Features(Features::ALL)] {
+            let tap = open_transient(&name, features).unwrap();
+            assert_eq!(queue(tap.as_fd()).unwrap(), Queue { interface: name.clone(), features });
+            let index = |name: String| {
+                let socket = link::socket().unwrap();
+                rustix::net::netdevice::name_to_index(&socket, &name)
+            };
+            let here = index(name.clone()).unwrap();
+            let moved = name.clone();
+            assert_eq!(namespace(tap.as_fd()).unwrap().run(move || index(moved)).unwrap().unwrap(), here);
+        }
+        let no_tap = std::fs::File::open("/dev/null").unwrap();
+        assert!(queue(no_tap.as_fd()).is_err() && namespace(no_tap.as_fd()).is_err());
+    }
+
+    #[test]
+    fn a_tap_is_found_in_the_namespace_to_which_its_interface_was_moved() {
+        assert!(rustix::process::geteuid().is_root(), "this test needs root");
+        let name = format!("rkm{}", std::process::id());
+        let ip = |arguments: &str| {
+            let arguments = arguments.replace("NAME", &name);
+            assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
+        };
+        let tap = open_transient(&name, Features::OWN).unwrap();
+        ip("netns add NAME");
+        ip("link set NAME netns NAME");
+        let has_it = || rustix::net::netdevice::name_to_index(link::socket().unwrap(), &name).is_ok();
+        assert!(!has_it());
+        let there = name.clone();
+        let is_there = move || rustix::net::netdevice::name_to_index(link::socket().unwrap(), &there).is_ok();
+        assert!(namespace(tap.as_fd()).unwrap().run(is_there).unwrap());
+        drop(tap);
+        ip("netns del NAME");
     }
 }

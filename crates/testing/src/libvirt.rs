@@ -1,10 +1,10 @@
-//! A libvirt of its own for one test: a real libvirtd and virtlogd of the system (`qemu:///system`) in a mount
-//! namespace, and domains with the micro guest.
+//! A libvirt of its own for one test: a real libvirtd and virtlogd of the system (`qemu:///system`) in mount and network
+//! namespaces, and domains with the micro guest.
 //!
 //! Only the directories of libvirt are private, at the usual paths: `/run`, `/etc/libvirt` and its directories below
-//! `/var`. They are empty file systems in memory, which vanish with the namespace. So tests run concurrently, and do
-//! not see the host's libvirt. Network, cgroups and process numbers are the host's: names of domains contain the number
-//! of the test's process, because libvirt names cgroups after them.
+//! `/var`. They are empty file systems in memory, which vanish with the namespace. The network has a bridge, and no
+//! connection to the host's. So tests run concurrently, and do not see the host's libvirt. Cgroups and process numbers
+//! are the host's: names of domains contain the number of the test's process, because libvirt names cgroups after them.
 //!
 //! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
 //! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
@@ -18,10 +18,11 @@ use rustix::io::Errno;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, mount_move, unmount,
 };
+use std::cell::Cell;
 use std::fs;
 use std::io;
 use std::marker::PhantomData;
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -43,13 +44,19 @@ const VIRTLOGD_PID_FILE: &str = "/run/virtlogd.pid";
 const STATUS_DIRECTORY: &str = "/run/libvirt/qemu";
 /// Images that the user of libvirt's QEMUs can read.
 const IMAGE_DIRECTORY: &str = "/var/lib/libvirt/images";
+/// A bridge to which domains can have taps. The test's address in it is the first of [`NETWORK`].
+pub const BRIDGE: &str = "rekindle0";
+/// The bridge's network, without the last number of an address.
+const NETWORK: [u8; 3] = [198, 51, 100];
 /// Time limit of a first reply of the guest. A new connection is faster than a retransmission of QEMU's user network.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A private libvirt. What the test's thread starts and opens from then on, also threads and processes, finds this one
 /// instead of the host's. Its domains and daemons end on drop.
 pub struct PrivateLibvirt {
-    /// The namespace belongs to the thread that has made it.
+    /// Domains that were started with a tap.
+    taps: Cell<u8>,
+    /// The namespaces belong to the thread that has made them.
     _not_send: PhantomData<*const ()>,
 }
 
@@ -59,7 +66,7 @@ impl PrivateLibvirt {
         for program in [LIBVIRTD, VIRTLOGD] {
             assert!(Path::new(program).exists(), "{program} is missing; install libvirt-daemon-system");
         }
-        unshare(CloneFlags::CLONE_NEWNS).expect("a mount namespace; run the tests as root");
+        unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWNET).expect("namespaces; run the tests as root");
         mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
         for directory in PRIVATE_DIRECTORIES {
             fs::create_dir_all(directory).unwrap();
@@ -71,8 +78,9 @@ impl PrivateLibvirt {
         for image in ["vmlinuz", "initrd"] {
             fs::copy(tools::micro().join(image), Path::new(IMAGE_DIRECTORY).join(image)).unwrap();
         }
+        make_bridge();
         start_in_background(VIRTLOGD);
-        let libvirt = Self { _not_send: PhantomData };
+        let libvirt = Self { taps: Cell::new(0), _not_send: PhantomData };
         libvirt.start_daemon();
         libvirt
     }
@@ -122,10 +130,41 @@ impl PrivateLibvirt {
     pub fn create(&self, options: &DomainOptions<'_>) -> Domain<'_> {
         let name = format!("rekindle-{}-{}", std::process::id(), options.name);
         let port = free_port();
+        let reach = match options.network {
+            Network::User => Reach::forwarded(port),
+            Network::Tap(elements) => self.add_tap(elements),
+        };
         let file = Path::new("/run").join(format!("{name}.xml"));
-        fs::write(&file, options.xml(&name, port)).unwrap();
+        fs::write(&file, options.xml(&name, port, &reach)).unwrap();
         self.virsh(&["create", &file.to_string_lossy()]);
-        Domain { libvirt: self, name, port }
+        Domain { libvirt: self, name, address: reach.address }
+    }
+
+    fn add_tap(&self, elements: &str) -> Reach {
+        self.taps.set(self.taps.get() + 1);
+        let number = self.taps.get().checked_add(1).expect("a free address");
+        let [first, second, third] = NETWORK;
+        let ip = Ipv4Addr::new(first, second, third, number);
+        let interface = format!(
+            "<interface type='bridge'><source bridge='{BRIDGE}'/><mac address='52:54:00:00:01:{number:02x}'/>
+      <model type='virtio'/>{elements}</interface>"
+        );
+        Reach { address: (ip, micro::PORT).into(), kernel_options: format!("rekindle.ip={ip}/24"), interface }
+    }
+}
+
+/// How a test reaches the guest of a domain.
+struct Reach {
+    address: SocketAddr,
+    kernel_options: String,
+    /// libvirt's XML of the network card, if it is not the one with the forwarded port.
+    interface: String,
+}
+
+impl Reach {
+    fn forwarded(port: u16) -> Self {
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        Self { address, kernel_options: String::new(), interface: String::new() }
     }
 }
 
@@ -168,19 +207,31 @@ pub struct DomainOptions<'a> {
     pub devices: &'a str,
     /// libvirt's XML of elements next to `<memory>`, such as `<memoryBacking>`, or an empty text.
     pub memory_backing: &'a str,
+    /// The guest's first network card, through which the test reaches the guest.
+    pub network: Network<'a>,
+}
+
+/// A network card of a domain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Network<'a> {
+    /// QEMU's user network. QEMUs with a tap have one as well, which the guest does not use.
+    User,
+    /// A tap in [`BRIDGE`], with further elements of `<interface>`.
+    Tap(&'a str),
 }
 
 impl<'a> DomainOptions<'a> {
     /// Makes options for a guest with two processors and 256 MiB of RAM in the QEMU of most tests.
     pub fn new(name: &'a str) -> Self {
-        Self { name, emulator: tools::qemu_new(), devices: "", memory_backing: "" }
+        Self { name, emulator: tools::qemu_new(), devices: "", memory_backing: "", network: Network::User }
     }
 
     /// Returns libvirt's description. `port` of this host is forwarded to the guest, which libvirt's own network cards
-    /// of type `user` cannot.
-    fn xml(&self, name: &str, port: u16) -> String {
+    /// of type `user` cannot. That card comes after a tap's on the bus.
+    fn xml(&self, name: &str, port: u16, reach: &Reach) -> String {
         let Self { emulator, devices, memory_backing, .. } = self;
         let (emulator, guest_port) = (emulator.display(), micro::PORT);
+        let Reach { kernel_options, interface, .. } = reach;
         format!(
             "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>{name}</name>
@@ -191,12 +242,13 @@ impl<'a> DomainOptions<'a> {
     <type arch='x86_64' machine='pc'>hvm</type>
     <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
-    <cmdline>{KERNEL_OPTIONS}</cmdline>
+    <cmdline>{KERNEL_OPTIONS} {kernel_options}</cmdline>
   </os>
   <features><acpi/></features>
   <devices>
     <emulator>{emulator}</emulator>
     <serial type='pty'/>
+    {interface}
     {devices}
   </devices>
   <qemu:commandline>
@@ -216,8 +268,8 @@ pub struct Domain<'a> {
     libvirt: &'a PrivateLibvirt,
     /// Name that libvirt knows.
     pub name: String,
-    /// Port of this host that is forwarded to the guest.
-    pub port: u16,
+    /// Address of the guest's command service.
+    pub address: SocketAddr,
 }
 
 impl Domain<'_> {
@@ -242,7 +294,7 @@ impl Domain<'_> {
     }
 
     fn try_ask(&self, command: &str, timeout: Duration) -> io::Result<String> {
-        exchange(&TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?, command, timeout)
+        exchange(&TcpStream::connect_timeout(&self.address, timeout)?, command, timeout)
     }
 
     /// Returns whether the guest replies.
@@ -257,6 +309,21 @@ impl Domain<'_> {
         let answer = reply.strip_prefix("ok").unwrap_or_else(|| panic!("the guest answers `{command}`: {reply}"));
         answer.trim().into()
     }
+}
+
+/// Runs `ip` in the thread's namespace and returns its output.
+pub fn ip(arguments: &str) -> String {
+    let output = Command::new("ip").args(arguments.split(' ')).output().expect("ip of the package iproute2");
+    assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn make_bridge() {
+    let [first, second, third] = NETWORK;
+    ip("link set lo up");
+    ip(&format!("link add {BRIDGE} type bridge"));
+    ip(&format!("addr add {first}.{second}.{third}.1/24 dev {BRIDGE}"));
+    ip(&format!("link set {BRIDGE} up"));
 }
 
 /// Gives the namespace a `/dev` without `kvm`: the same devices, links and mounted file systems. libvirt makes a `/dev`

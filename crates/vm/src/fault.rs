@@ -119,6 +119,7 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "libvirt.daemon.stopped",
     "libvirt.suspend.journalled",
     "libvirt.suspend.stopped",
+    "libvirt.suspend.taps",
     "libvirt.suspend.copied",
     "libvirt.suspend.loaded",
     "libvirt.suspend.frozen",

@@ -8,11 +8,7 @@ use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
-use rekindle_kernel::inject::Injector;
-use rekindle_kernel::packet::Capture;
-use rekindle_kernel::process::Process;
-use rekindle_kernel::stand_in::StandIn;
-use rekindle_kernel::{descriptor, link, netns, tap};
+use rekindle_kernel::{link, netns, tap};
 use rekindle_qemu::command::{Hardware, Tap};
 use rekindle_qemu::qmp::Qmp;
 use rustix::net::netdevice::name_to_index;
@@ -115,29 +111,6 @@ fn in_namespace<T: Send + 'static>(
     }
 }
 
-/// Sends again the frames that a stopped QEMU may have read from its tap. QEMU reads one frame after its guest has
-/// stopped. Without this the frame would be lost, and a TCP client would wait 200 ms before it sends it again.
-///
-/// It is not known which frame QEMU read. The first frame after the stop is sent again, and those shortly before it,
-/// which a busy QEMU may not have read yet. A frame that had arrived arrives twice, as frames may. Returns whether
-/// there was a frame after the stop.
-pub fn resend_frames(capture: &Capture, stopped_host_us: u64) -> bool {
-    /// Longest delay of QEMU's main loop, in µs.
-    const MAX_LAG_US: u64 = 2_000;
-    let frames = capture.frames().unwrap_or_else(|e| {
-        tracing::debug!("{e}");
-        Vec::new()
-    });
-    let (before, after): (Vec<_>, Vec<_>) = frames.into_iter().partition(|frame| frame.host_us < stopped_host_us);
-    let maybe_unread = before.iter().filter(|frame| frame.host_us + MAX_LAG_US >= stopped_host_us);
-    for frame in maybe_unread.chain(after.first()) {
-        if let Err(e) = capture.send(frame) {
-            tracing::debug!("a frame could not be sent again: {e}");
-        }
-    }
-    !after.is_empty()
-}
-
 /// Checks that the networks of a definition are possible. Nothing is changed.
 ///
 /// # Errors
@@ -230,55 +203,6 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
             netns::run_in(netns, move || link::up(&name)).and_then(|done| done).map_err(failed)
         }
     }
-}
-
-/// The taps of a VM, as a destination QEMU gets them.
-#[derive(Debug)]
-pub struct Duplicates {
-    /// Stand-ins, at the numbers where QEMU uses its taps, and the real taps, at the numbers where they wait.
-    pub fds: Vec<(OwnedFd, RawFd)>,
-    /// The stand-ins, to be kept until the guest runs: an interface is removed with its last descriptor, and the
-    /// kernel takes some 15 ms for that.
-    pub stand_ins: Vec<StandIn>,
-}
-
-/// Duplicates the taps of a VM from the QEMU that uses them now.
-///
-/// # Errors
-/// [`NetworkError::Tap`], also without the right to trace that QEMU.
-pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, NetworkError> {
-    let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
-    for (index, tap) in hardware.taps() {
-        let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
-        let real_tap = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
-        // Several VMs may do this concurrently: the name must be unique for this process and this tap.
-        let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
-        let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
-        let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), StandIn::open)?;
-        duplicates.fds.push((stand_in.descriptor().map_err(failed)?, Tap::fd(index)));
-        duplicates.stand_ins.push(stand_in);
-        duplicates.fds.push((real_tap, Tap::waiting_fd(index)));
-    }
-    Ok(duplicates)
-}
-
-/// Replaces the stand-ins of the destination QEMU by the real taps. The source must be stopped or ended.
-///
-/// # Errors
-/// When the QEMU cannot be traced, or does not notice the change. It may then have some of the real taps.
-pub fn replace_stand_ins(injector: Injector, hardware: &Hardware, stand_ins: &[StandIn]) -> io::Result<()> {
-    let taps: Vec<_> = hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
-    descriptor::replace(injector, &taps)?;
-    stand_ins.iter().try_for_each(StandIn::wake)
-}
-
-/// Starts to capture the frames that the host sends to the taps of a VM. The kernel takes some 10 ms to close a
-/// capture.
-///
-/// # Errors
-/// [`NetworkError::Tap`].
-pub fn captures(hardware: &Hardware) -> Result<Vec<Capture>, NetworkError> {
-    hardware.taps().map(|(_, tap)| in_namespace(tap, &tap.ifname, Capture::open)).collect()
 }
 
 /// Opens the taps of a VM whose QEMU has ended.

@@ -22,7 +22,7 @@ pub const PHASE_PORT: &str = "org.rekindle.phase.0";
 
 /// First descriptor number for the taps of a QEMU: so high that it is not in use for anything else.
 const FIRST_TAP_FD: RawFd = 40;
-/// First descriptor number for the real taps of a QEMU that was started with stand-ins; see [`Tap::waiting_fd`].
+/// First descriptor number for the real taps of a QEMU that was started with stand-ins; see [`TapSlot`].
 const FIRST_WAITING_FD: RawFd = 60;
 
 /// Everything of a VM that its guest can see.
@@ -103,6 +103,17 @@ impl Hardware {
             };
             rules.iter().map(|rule| (net.id.as_str(), rule.as_str()))
         })
+    }
+
+    /// Returns the descriptor numbers of the taps of a QEMU and of one that takes its guest over.
+    pub fn tap_slots(&self) -> Vec<TapSlot> {
+        let slot = |(index, tap): (usize, &Tap)| TapSlot {
+            interface: tap.ifname.clone(),
+            source: Tap::fd(index),
+            destination: Tap::fd(index),
+            waiting: Tap::waiting_fd(index),
+        };
+        self.taps().map(slot).collect()
     }
 
     /// Returns the taps, each with its `index` for [`Tap::fd`].
@@ -200,12 +211,24 @@ impl Tap {
         FIRST_TAP_FD + index as RawFd
     }
 
-    /// Returns the descriptor number at which a destination QEMU keeps the real tap until its guest is stopped in the
-    /// source. Until then it has a stand-in at [`Tap::fd`]: QEMU reads a tap from the moment it has it, and would
-    /// swallow a packet.
-    pub fn waiting_fd(index: usize) -> RawFd {
+    /// Returns the descriptor number at which the real tap waits in a destination QEMU: see [`TapSlot`].
+    fn waiting_fd(index: usize) -> RawFd {
         FIRST_WAITING_FD + index as RawFd
     }
+}
+
+/// The descriptor numbers of one queue of a tap, in a *source* QEMU that uses it and in the *destination* that gets it.
+///
+/// QEMU reads a tap from the moment it has it, and would swallow a packet. Until the guest is stopped in the source, the
+/// destination therefore has a stand-in at the number that its command line names, and the real tap at another number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TapSlot {
+    /// Name of the interface, for messages.
+    pub interface: String,
+    pub source: RawFd,
+    pub destination: RawFd,
+    /// The number at which the real tap waits in the destination.
+    pub waiting: RawFd,
 }
 
 /// The machine of a QEMU that Rekindle did not start, as the arguments that build it again. [`crate::foreign`] derives

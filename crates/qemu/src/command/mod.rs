@@ -15,7 +15,7 @@ mod own_machine;
 pub use directory::Directory;
 pub use hardware::{
     AGENT_PORTS, Boot, Disk, DiskOverlays, ForeignMachine, ForeignNetwork, Hardware, Net, NetBackend, OverlayFile,
-    PHASE_PORT, Ram, RamBackend, Tap, disk_queues,
+    PHASE_PORT, Ram, RamBackend, Tap, TapSlot, disk_queues,
 };
 
 use crate::options::Options;

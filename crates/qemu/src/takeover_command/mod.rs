@@ -71,9 +71,10 @@ mod rules;
 
 pub use facts::{Drive, RunningFacts, read_facts};
 pub use inventory::{Inventory, Item};
-pub use open_files::open_descriptors;
+pub use open_files::{MACVTAP_PREFIX, open_descriptors};
 
 use crate::adopt::{Obstacle, obstacle_of_type};
+use crate::command::TapSlot;
 use crate::foreign::{CarryRule, CommandOption, refused_device, refused_object, split, with_absolute_paths};
 use crate::options::Options;
 use crate::syntax::Syntax;
@@ -82,12 +83,14 @@ use rules::TakeoverRule;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::ops::RangeFrom;
 use std::os::fd::RawFd;
 
 /// Ids of the character devices of Rekindle's monitors begin with this.
 const OWN_ID_PREFIX: &str = "rekindle-";
 /// Names of Rekindle's monitors, as [`crate::command::Directory`] has them.
 const OWN_MONITORS: [&str; 4] = ["qmp", "watch", "protect", "save"];
+const STANDARD_ERROR: RawFd = 2;
 
 /// What the source has open at a descriptor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -139,6 +142,28 @@ pub struct CommandLine {
     pub vnc_servers: Vec<String>,
     /// The file that must name the destination's process. Another rewrite of `arguments` does not find it.
     pub pid_file: Option<String>,
+}
+
+impl CommandLine {
+    /// Returns numbers that the destination does not use, in ascending order.
+    pub fn spare_numbers(&self) -> RangeFrom<RawFd> {
+        self.descriptors.last_key_value().map_or(STANDARD_ERROR, |(number, _)| *number).saturating_add(1)..
+    }
+
+    /// Returns the queues of taps that the destination gets. They wait at numbers that are taken from `spare`.
+    pub fn tap_slots(&self, spare: &mut RangeFrom<RawFd>) -> Vec<TapSlot> {
+        let taps = self.descriptors.iter().filter_map(|(number, descriptor)| match descriptor {
+            Descriptor::Tap { source, interface } => Some((*number, *source, interface)),
+            _ => None,
+        });
+        let slots = taps.zip(spare).map(|((destination, source, interface), waiting)| TapSlot {
+            interface: interface.clone(),
+            source,
+            destination,
+            waiting,
+        });
+        slots.collect()
+    }
 }
 
 /// What must be open at a number in the destination.

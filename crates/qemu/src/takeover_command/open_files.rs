@@ -11,6 +11,9 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 
+/// The path of a macvtap, which is the interface in [`SourceDescriptor::Tap`], begins with this; a number follows.
+pub const MACVTAP_PREFIX: &str = "/dev/tap";
+
 /// Returns the open descriptors of `process`. Sockets are duplicated to query them, in whatever namespace they are.
 ///
 /// # Errors
@@ -28,8 +31,7 @@ pub fn open_descriptors(process: Process) -> io::Result<BTreeMap<RawFd, SourceDe
             "/dev/vhost-net" => SourceDescriptor::VhostNet,
             "/dev/net/tun" => tap_interface(process, number)
                 .map_or(SourceDescriptor::Other, |interface| SourceDescriptor::Tap { interface }),
-            // A macvtap, whose number is that of its interface.
-            path if path.starts_with("/dev/tap") => SourceDescriptor::Tap { interface: path.to_owned() },
+            path if path.starts_with(MACVTAP_PREFIX) => SourceDescriptor::Tap { interface: path.to_owned() },
             path if path.starts_with("socket:") => socket_address(process, number)?,
             _ => SourceDescriptor::Other,
         };

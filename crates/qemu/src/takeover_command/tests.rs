@@ -114,6 +114,13 @@ fn taps_are_passed_as_descriptors() {
     assert!(text.contains("-netdev type=tap,id=b,vhost=on,fds=14:15,vhostfds=16:17 "), "{text}");
     assert_eq!(line.descriptors[&15], Descriptor::Tap { source: 9, interface: "t1".into() });
     assert_eq!(line.descriptors[&16], Descriptor::VhostNet);
+    // The RAM and four monitors follow.
+    let mut spare = line.spare_numbers();
+    assert_eq!(spare.next(), Some(23));
+    let slots = line.tap_slots(&mut spare).into_iter();
+    let numbers: Vec<_> = slots.map(|slot| (slot.source, slot.destination, slot.waiting)).collect();
+    assert_eq!(numbers, [(7, 13, 24), (8, 14, 25), (9, 15, 26)]);
+    assert_eq!(spare.next(), Some(27));
     assert_eq!(refused("-netdev tap,id=a,ifname=t2", &facts(&[]), &open), ["network a"]);
     assert_eq!(refused("-netdev tap,id=a,fd=12", &facts(&[]), &open), ["network a"]);
 }

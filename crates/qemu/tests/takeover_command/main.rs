@@ -138,7 +138,9 @@ impl Files<'_> {
                     UnixListener::bind(path).unwrap().into()
                 }
                 Descriptor::Listener { source } => listener(format!("stand-in-{source}")),
-                Descriptor::Tap { .. } => tap::open_transient(&format!("rkc{}", std::process::id())).unwrap(),
+                Descriptor::Tap { .. } => {
+                    tap::open_transient(&format!("rkc{}", std::process::id()), tap::Features::OWN).unwrap()
+                }
                 Descriptor::VhostNet | Descriptor::Duplicate { .. } => {
                     panic!("no line of this test has {descriptor:?}")
                 }

@@ -24,6 +24,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Absence, Step};
 use rekindle_vm::lock::OperationLock;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -158,23 +159,32 @@ struct HandedOver {
 
 /// Moves the guest of one domain to its destination, and gives the domain back to libvirt.
 fn transfer(prepared: Prepared, gate: &ProcessorGate) -> Placed {
-    let Prepared { position, lock, mut handover, baseline, mut destination, ram_files, places, .. } = prepared;
+    let Prepared { position, lock, mut handover, baseline, mut destination, mut taps, ram_files, places, .. } = prepared;
     let name = handover.name().to_owned();
     handover.recorder.step("stop libvirt's daemon");
     let transferred = gate.pass(|| {
         handover.recorder.step("wait for a processor");
-        let approached = approach(&mut handover, &baseline, &mut destination)?;
-        hand_over(&mut handover, approached, destination)
+        let approached = approach(&mut handover, &baseline, &mut destination, &mut taps)?;
+        hand_over(&mut handover, approached, destination, &mut taps)
     });
     let side = match transferred {
         Ok(transferred) => return_to_libvirt(handover, baseline.source_info(), &places, transferred),
-        Err(error) if handover.journal.operation.step >= Step::Resume => {
-            let abandoned = fail_after_decision(handover, &ram_files, error).map(Box::new);
-            abandoned.map_or_else(Side::Unknown, Side::Source)
+        Err(error) => {
+            let side = return_to_source(handover, &ram_files, error);
+            taps.takeover.send_again_to_source();
+            side
         }
-        Err(error) => Side::Source(Box::new(abandon(handover, error))),
     };
     Placed { position, name, side, _lock: Some(lock) }
+}
+
+/// Returns the guest of one domain to its source after a failure.
+fn return_to_source(handover: Handover, ram_files: &[File], error: RebootError) -> Side {
+    if handover.journal.operation.step < Step::Resume {
+        return Side::Source(Box::new(abandon(handover, error)));
+    }
+    let abandoned = fail_after_decision(handover, ram_files, error).map(Box::new);
+    abandoned.map_or_else(Side::Unknown, Side::Source)
 }
 
 fn return_to_libvirt(mut handover: Handover, from: QemuInfo, places: &ThreadPlaces, transferred: Transferred) -> Side {

@@ -34,13 +34,13 @@ pub(super) struct LibvirtEnvironment<'a> {
 }
 
 impl Environment for LibvirtEnvironment<'_> {
-    fn spawn(&self, generation: u32, _start: Start, _taps: Taps) -> Result<Vmm, HandoverError> {
+    fn spawn(&self, generation: u32, _start: Start, taps: Taps) -> Result<Vmm, HandoverError> {
         let failed = |source| HandoverError::File { path: self.rundir.vmm(generation).0, source };
         let directory = self.rundir.create_vmm(generation).map_err(failed)?;
         link_log(&directory, self.rundir.name()).map_err(failed)?;
         let arguments: Vec<OsString> = self.inspected.baseline.line.arguments.iter().map(OsString::from).collect();
         let binary = &self.inspected.binary.path;
-        let descriptors = self.descriptors(&directory).map_err(failed)?;
+        let descriptors = self.descriptors(&directory, taps).map_err(failed)?;
         let lock = directory.lock();
         let launch = Launch { program: binary, arguments: &arguments, descriptors, lock: Some(&lock) };
         let process = self.inspected.environment.spawn(launch).map_err(|e| failed(io::Error::other(e)))?;
@@ -55,17 +55,20 @@ impl Environment for LibvirtEnvironment<'_> {
 }
 
 impl LibvirtEnvironment<'_> {
-    /// Opens everything that the destination inherits.
-    fn descriptors(&self, directory: &Directory) -> io::Result<Vec<FdMapping>> {
+    /// Opens everything that the destination inherits, besides `taps`.
+    fn descriptors(&self, directory: &Directory, taps: Taps) -> io::Result<Vec<FdMapping>> {
         let source = self.inspected.baseline.adopted.process();
-        let mut mappings = Vec::new();
+        let mut mappings: Vec<_> =
+            taps.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         let mut add = |parent_fd: OwnedFd, child_fd: RawFd| mappings.push(FdMapping { parent_fd, child_fd });
         // Standard output and error are the pipe of libvirt's logger: the domain's log continues.
         for number in [1, 2] {
             add(descriptor::take(source, number)?, number);
         }
         for (&number, wanted) in &self.inspected.baseline.line.descriptors {
-            add(self.open(directory, source, number, wanted)?, number);
+            if let Some(opened) = self.open(directory, source, number, wanted)? {
+                add(opened, number);
+            }
         }
         for listener in &self.inspected.listeners {
             add(descriptor::take(source, listener.source)?, listener.spare);
@@ -73,20 +76,31 @@ impl LibvirtEnvironment<'_> {
         Ok(mappings)
     }
 
-    fn open(&self, directory: &Directory, source: Process, number: RawFd, wanted: &Descriptor) -> io::Result<OwnedFd> {
-        match wanted {
+    /// Opens one descriptor. `None` for a tap: those are in `Taps`.
+    fn open(
+        &self,
+        directory: &Directory,
+        source: Process,
+        number: RawFd,
+        wanted: &Descriptor,
+    ) -> io::Result<Option<OwnedFd>> {
+        let opened: OwnedFd = match wanted {
             Descriptor::Ram { block, .. } => {
                 let supplied = self.ram.blocks().find(|supplied| supplied.id == *block);
                 let missing = || io::Error::other(format!("RAM block {block} is not supplied"));
-                Ok(supplied.ok_or_else(missing)?.file.try_clone()?.into())
+                supplied.ok_or_else(missing)?.file.try_clone()?.into()
             }
-            Descriptor::OwnMonitor { name } => listen(&monitor_path(directory, name)),
-            Descriptor::Listener { .. } => listen(&directory.0.join(format!("stand-in-{number}"))),
-            Descriptor::Duplicate { source: number } => descriptor::take(source, *number),
-            Descriptor::Tap { .. } | Descriptor::VhostNet => {
-                Err(io::Error::other(format!("descriptor {number} is of a network, which is not passed on yet")))
+            Descriptor::OwnMonitor { name } => listen(&monitor_path(directory, name))?,
+            Descriptor::Listener { .. } => listen(&directory.0.join(format!("stand-in-{number}")))?,
+            Descriptor::Duplicate { source: number } => descriptor::take(source, *number)?,
+            Descriptor::Tap { .. } => return Ok(None),
+            Descriptor::VhostNet => {
+                return Err(io::Error::other(format!(
+                    "descriptor {number} is of vhost-net, which is not passed on yet"
+                )));
             }
-        }
+        };
+        Ok(Some(opened))
     }
 }
 

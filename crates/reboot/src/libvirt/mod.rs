@@ -5,8 +5,8 @@
 //!
 //! 1. While the daemon and the guest run: start a destination QEMU in the surroundings of the source, with its command
 //!    line, and copy the guest's RAM into files that the destination maps.
-//! 2. Stop the daemon. Stop the guest, copy what it has written meanwhile and the state of its devices, and resume it
-//!    in the destination.
+//! 2. Stop the daemon. Stop the guest, give its taps to the destination, copy what it has written meanwhile and the state
+//!    of its devices, and resume it in the destination.
 //! 3. *Give back*: the destination gets the source's listening sockets, libvirt's record names the destination, and the
 //!    daemon is started. When it has connected to the destination, the source is ended.
 //!

@@ -7,18 +7,21 @@ use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::binary::Binary;
+use rekindle_qemu::command::TapSlot;
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::{
-    CommandLine, Descriptor, Destination, Inventory, ListenAddress, SourceDescriptor, open_descriptors, read_facts,
-    rewrite,
+    CommandLine, Descriptor, Destination, Inventory, ListenAddress, MACVTAP_PREFIX, SourceDescriptor, open_descriptors,
+    read_facts, rewrite,
 };
 use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
+use std::collections::BTreeMap;
+use std::ops::RangeFrom;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -37,6 +40,7 @@ pub(super) struct Inspected {
     pub qmp: Qmp,
     pub environment: ProcessEnvironment,
     pub listeners: Vec<PassedListener>,
+    pub taps: Vec<TapSlot>,
     pub forwards: Vec<ForwardedPort>,
     pub daemon: DaemonRecord,
     pub binary: Binary,
@@ -105,7 +109,9 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         Vec::new()
     });
     let Some(line) = line.filter(|_| problems.is_empty()) else { return Err(preflight_error(name, problems)) };
-    let listeners = passed_listeners(name, &line, |number| open.get(&number))?;
+    let mut spare = line.spare_numbers();
+    let listeners = passed_listeners(name, &line, &mut spare, |number| open.get(&number))?;
+    let taps = line.tap_slots(&mut spare);
     let baseline = Baseline { record, adopted, inventory, open, destination, line };
     Ok(Inspected {
         name: vm_name,
@@ -114,6 +120,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         qmp,
         environment,
         listeners,
+        taps,
         forwards,
         daemon,
         binary,
@@ -168,19 +175,9 @@ fn check_record(name: &str, record: &DomainRecord) -> Result<(), RebootError> {
 
 /// Returns what the command line needs and Rekindle cannot pass on yet.
 fn not_supported(line: &CommandLine) -> Vec<String> {
-    let mut problems = Vec::new();
-    for descriptor in line.descriptors.values() {
-        match descriptor {
-            Descriptor::Tap { interface, .. } => {
-                problems
-                    .push(format!("network interface {interface}: taps of libvirt's domains are not passed on yet"));
-            }
-            Descriptor::VhostNet => problems.push("/dev/vhost-net: not passed on yet".into()),
-            Descriptor::Ram { .. }
-            | Descriptor::OwnMonitor { .. }
-            | Descriptor::Listener { .. }
-            | Descriptor::Duplicate { .. } => {}
-        }
+    let mut problems = not_supported_taps(line);
+    if line.descriptors.values().any(|descriptor| *descriptor == Descriptor::VhostNet) {
+        problems.push("/dev/vhost-net: not passed on yet".into());
     }
     let servers = line.vnc_servers.iter();
     problems
@@ -189,22 +186,40 @@ fn not_supported(line: &CommandLine) -> Vec<String> {
     problems
 }
 
-/// Returns the listening sockets of the command line, each with a number that the destination does not use.
+/// Returns the problems of macvtaps, into which a captured frame cannot be sent again, and of taps with several queues.
+fn not_supported_taps(line: &CommandLine) -> Vec<String> {
+    let mut queues = BTreeMap::<&str, usize>::new();
+    for descriptor in line.descriptors.values() {
+        if let Descriptor::Tap { interface, .. } = descriptor {
+            *queues.entry(interface).or_default() += 1;
+        }
+    }
+    let what = |(interface, queues): (&str, usize)| match queues {
+        _ if interface.starts_with(MACVTAP_PREFIX) => Some(format!("{interface}: macvtap (<interface type='direct'>)")),
+        1 => None,
+        _ => Some(format!("network interface {interface}: several queues")),
+    };
+    queues.into_iter().filter_map(what).map(|what| format!("{what}: not passed on yet")).collect()
+}
+
+/// Returns the listening sockets of the command line, each with a number from `spare`.
 fn passed_listeners<'a>(
     name: &str,
     line: &CommandLine,
+    spare: &mut RangeFrom<RawFd>,
     source_descriptor: impl Fn(RawFd) -> Option<&'a SourceDescriptor>,
 ) -> Result<Vec<PassedListener>, RebootError> {
-    let highest = line.descriptors.last_key_value().map_or(2, |(number, _)| *number);
     let mut listeners = Vec::new();
-    for (number, descriptor) in &line.descriptors {
-        let Descriptor::Listener { source } = descriptor else { continue };
-        if let Some(SourceDescriptor::Listener(ListenAddress::Tcp(address))) = source_descriptor(*source) {
+    let is_listener = |(number, descriptor): (&RawFd, &Descriptor)| match descriptor {
+        Descriptor::Listener { source } => Some((*number, *source)),
+        _ => None,
+    };
+    for ((destination, source), spare) in line.descriptors.iter().filter_map(is_listener).zip(spare) {
+        if let Some(SourceDescriptor::Listener(ListenAddress::Tcp(address))) = source_descriptor(source) {
             let problem = format!("a character device listens on {address}: only Unix sockets are passed on yet");
             return Err(preflight_error(name, vec![problem]));
         }
-        let spare = highest + 1 + listeners.len() as RawFd;
-        listeners.push(PassedListener { source: *source, destination: *number, spare });
+        listeners.push(PassedListener { source, destination, spare });
     }
     Ok(listeners)
 }

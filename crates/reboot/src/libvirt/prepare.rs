@@ -8,8 +8,9 @@ use super::{DomainError, capabilities, give_back, preflight_error};
 use crate::error::{Failure, RebootError};
 use crate::vmm::preflight::{compare_blocks, compare_cpus};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
-use rekindle_handover::takeover::Taps;
+use rekindle_handover::takeover::TapTakeover;
 use rekindle_handover::{Destination, Handover, PreparedStage};
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::ThreadPlaces;
 use rekindle_life::attach::AdoptedGuest;
@@ -48,6 +49,7 @@ pub(super) struct Prepared {
     pub handover: Handover,
     pub baseline: Baseline,
     pub destination: Destination<PreparedStage<CopiedRam>>,
+    pub taps: WaitingTaps,
     /// The RAM, as evidence of whether the destination has run the guest.
     pub ram_files: Vec<File>,
     pub places: ThreadPlaces,
@@ -55,18 +57,25 @@ pub(super) struct Prepared {
     source_qmp: Option<Qmp>,
 }
 
+/// The taps of a guest, for which the waiting destination has stand-ins.
+pub(super) struct WaitingTaps {
+    pub takeover: TapTakeover,
+    /// Injects system calls into the destination.
+    pub injector: Injector,
+}
+
 /// Prepares as much as possible while libvirt's daemon and the guest run.
 pub(super) fn prepare(host: &Host, candidate: Candidate) -> Result<Prepared, Failure> {
     let Candidate { position, name, recorder, mut inspected } = candidate;
     let (lock, mut handover) = begin(host, &name, &mut inspected, recorder).map_err(Failure::unchanged)?;
     handover.pass("libvirt.prepare.journalled");
-    let Waiting { destination, ram_files, places } = match start_destination(&mut handover, &mut inspected) {
+    let Waiting { destination, taps, ram_files, places } = match start_destination(&mut handover, &mut inspected) {
         Ok(waiting) => waiting,
         Err(error) => return Err(abandon(handover, error).end(Ok(()))),
     };
     handover.pass("libvirt.prepare.copied");
     let Inspected { baseline, qmp, .. } = inspected;
-    Ok(Prepared { position, lock, handover, baseline, destination, ram_files, places, source_qmp: Some(qmp) })
+    Ok(Prepared { position, lock, handover, baseline, destination, taps, ram_files, places, source_qmp: Some(qmp) })
 }
 
 impl Prepared {
@@ -157,6 +166,7 @@ fn journal_operation(rundir: &RunDir, inspected: &mut Inspected, recorder: Recor
 /// A destination with most of the guest's RAM.
 struct Waiting {
     destination: Destination<PreparedStage<CopiedRam>>,
+    taps: WaitingTaps,
     ram_files: Vec<File>,
     places: ThreadPlaces,
 }
@@ -170,8 +180,9 @@ fn start_destination(handover: &mut Handover, inspected: &mut Inspected) -> Resu
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
     let rundir = handover.rundir.clone();
+    let (start_taps, takeover) = TapTakeover::prepare(inspected.taps.clone(), source)?;
     let environment = LibvirtEnvironment { rundir: &rundir, inspected, ram: &ram };
-    let mut destination = Destination::spawn(handover, &environment, Start::Incoming, Taps::new())?;
+    let mut destination = Destination::spawn(handover, &environment, Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");
     handover.pass("libvirt.prepare.spawned");
 
@@ -179,6 +190,8 @@ fn start_destination(handover: &mut Handover, inspected: &mut Inspected) -> Resu
     inspected.baseline.fit(&mut destination.qmp)?;
     let process = destination.vmm.process();
     give_back::rehearse(handover, process, &mut destination.qmp)?;
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/maps", process.pid)));
+    let taps = WaitingTaps { takeover, injector: Injector::new(process).map_err(|e| untraceable(e.into()))? };
     let copies: io::Result<Vec<File>> = ram.blocks().map(|block| block.file.try_clone()).collect();
     let ram_files = copies.map_err(RebootError::file(Path::new("/proc/self/fd")))?;
     let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(DomainError::from)?;
@@ -187,7 +200,7 @@ fn start_destination(handover: &mut Handover, inspected: &mut Inspected) -> Resu
     let copied = destination.stage.ram.copy_while_running(&mut inspected.qmp, CopyLimit::default());
     copied.map_err(DomainError::from)?;
     handover.recorder.step("copy memory");
-    Ok(Waiting { destination, ram_files, places })
+    Ok(Waiting { destination, taps, ram_files, places })
 }
 
 /// Rejects a destination that is a different machine.

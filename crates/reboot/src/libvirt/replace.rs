@@ -1,6 +1,7 @@
 //! The hand-over of one domain while libvirt's daemon is stopped: the guest moves from the source to the destination.
 
 use super::journal::operation;
+use super::prepare::WaitingTaps;
 use super::recheck::Baseline;
 use super::{DomainError, source};
 use crate::error::RebootError;
@@ -40,6 +41,7 @@ pub(super) fn approach(
     handover: &mut Handover,
     baseline: &Baseline,
     destination: &mut Destination<PreparedStage<CopiedRam>>,
+    taps: &mut WaitingTaps,
 ) -> Result<Approached, RebootError> {
     let libvirt = operation(handover)?.clone();
     let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
@@ -48,6 +50,8 @@ pub(super) fn approach(
     handover.recorder.step("check the source");
     let ram = &mut destination.stage.ram;
     ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(DomainError::from)?;
+    // Not earlier: every frame that is captured costs time and memory.
+    taps.takeover.capture()?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks = GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(DomainError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
@@ -64,6 +68,7 @@ pub(super) fn hand_over(
     handover: &mut Handover,
     source: Approached,
     mut destination: Destination<PreparedStage<CopiedRam>>,
+    taps: &mut WaitingTaps,
 ) -> Result<Transferred, RebootError> {
     let Approached { qmp: mut source_qmp, state: mut source_state } = source;
     handover.advance(Step::Suspend)?;
@@ -73,6 +78,9 @@ pub(super) fn hand_over(
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
     source_state.begin(&mut source_qmp)?;
+    // No QEMU runs the guest. When it loads the devices, the destination sets up its taps.
+    taps.takeover.give(taps.injector)?;
+    handover.pass("libvirt.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
     let devices = source_state.send_devices(&mut source_qmp, None)?.bytes;
@@ -93,6 +101,8 @@ pub(super) fn hand_over(
     handover.recorder.step("freeze");
     handover.pass("libvirt.suspend.frozen");
     let running = loaded.commit(handover, "resume")?;
+    // The source is frozen, so that it has received all that it will ever receive.
+    taps.takeover.send_again(stopped_host_us);
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
 }

@@ -95,7 +95,7 @@ impl PreparedHandover {
         let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
         // This call ends both connections to the source: QEMU serves one client at a time, and returning the guest to
         // the source opens another connection.
-        let transferred = transfer_guest(&mut replacement, &mut handover, &taps, parts);
+        let transferred = transfer_guest(&mut replacement, &mut handover, &mut taps, parts);
         drop(boost);
         match transferred {
             Ok(TransferredGuest { running, times }) => {
@@ -104,7 +104,9 @@ impl PreparedHandover {
             }
             Err(error) => {
                 let error = with_log(&handover, "load the guest", error);
-                Err(fail(&replacement, handover, &destination_qemu, error))
+                let failure = fail(&replacement, handover, &destination_qemu, error);
+                taps.send_again_to_source();
+                Err(failure)
             }
         }
     }
@@ -164,8 +166,8 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let hardware = &replacement.locked_vm.state.hardware;
     let source_qemu = &replacement.source_qemu;
     disks::start(&handover.rundir, hardware).map_err(LifeError::from)?;
-    let (start_taps, mut taps) = TapTakeover::prepare(hardware, source_qemu.process())?;
-    taps.capture(hardware)?;
+    let (start_taps, mut taps) = TapTakeover::prepare(hardware.tap_slots(), source_qemu.process())?;
+    taps.capture()?;
     let mut destination = Destination::spawn(handover, &replacement.environment(), Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");
 
@@ -235,7 +237,7 @@ struct TransferredGuest {
 fn transfer_guest(
     replacement: &mut Replacement,
     handover: &mut Handover,
-    taps: &TapTakeover,
+    taps: &mut TapTakeover,
     parts: HandoverParts,
 ) -> Result<TransferredGuest, RebootError> {
     let HandoverParts {
@@ -257,7 +259,7 @@ fn transfer_guest(
     source_state.begin(&mut source_qmp)?;
     // No QEMU runs the guest, so the destination may get the taps. It gets them now, while it is idle; during the load
     // it is busy.
-    taps.give(&hardware, injector)?;
+    taps.give(injector)?;
     handover.pass("warm.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: Some(&mut stream) };
     let small_blocks = source_state.send_blocks(&mut sink)?;

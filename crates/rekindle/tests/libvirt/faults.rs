@@ -34,6 +34,7 @@ const TABLE: &[(&str, [Outcome; 4])] = &[
     ("libvirt.daemon.stopped", [Source, ShutOff, Source, Destination]),
     ("libvirt.suspend.journalled", [Source, ShutOff, Source, Destination]),
     ("libvirt.suspend.stopped", [Source, ShutOff, Source, Destination]),
+    ("libvirt.suspend.taps", [Source, ShutOff, Source, Destination]),
     ("libvirt.suspend.copied", [Source, Destination, Source, Destination]),
     ("libvirt.suspend.loaded", [Source, Destination, Source, Destination]),
     ("libvirt.suspend.frozen", [Source, Destination, Source, Destination]),

@@ -7,9 +7,11 @@ mod daemon;
 mod faults;
 mod interference;
 mod several;
+mod taps;
+mod traffic;
 
 use rekindle_kernel::process::Process;
-use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
@@ -23,12 +25,13 @@ const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type=
 /// Blocks of 4096 bytes of the disk.
 const DISK_BLOCKS: u64 = 512;
 
-/// Boots a guest with a pattern in its memory and on a disk of its own.
+/// Boots a guest with a tap, and with a pattern in its memory and on a disk of its own.
 fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write(format!("/var/lib/libvirt/images/{name}"), content).unwrap();
     let devices = DEVICES.replace("images/disk", &format!("images/{name}"));
-    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new(name) });
+    let network = Network::Tap("");
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, network, ..DomainOptions::new(name) });
     domain.ask("touch 48M 7");
     domain.ask("dirty 20 48 random");
     domain

@@ -82,10 +82,11 @@ pub(super) fn load(
     let waiting_hardware = ram::create_waiting(&state.hardware)?;
     disks::start(&rundir, &state.hardware).map_err(LifeError::from)?;
     // As long as the source has the real taps, the destination starts with stand-ins.
-    let (start_taps, tap_takeover) = match shutdown {
+    let (start_taps, mut tap_takeover) = match shutdown {
         Some(_) => (network::reopen(&state.hardware)?, None),
         None => {
-            let (stand_ins, takeover) = TapTakeover::prepare(&state.hardware, replacement.source_qemu.process())?;
+            let (stand_ins, takeover) =
+                TapTakeover::prepare(state.hardware.tap_slots(), replacement.source_qemu.process())?;
             (stand_ins, Some(takeover))
         }
     };
@@ -101,7 +102,7 @@ pub(super) fn load(
     });
     let prepared = prepared.map_err(candidate_failed)?;
     let ReplacedSource { previous_ram, shutdown_time } =
-        replace_source(replacement, handover, &prepared, state, tap_takeover.as_ref(), succession, shutdown)?;
+        replace_source(replacement, handover, &prepared, state, tap_takeover.as_mut(), succession, shutdown)?;
     let running = prepared.resume(handover).map_err(candidate_failed)?;
     let elapsed = succession.started.elapsed().saturating_sub(shutdown_time);
     let load_us = time_to_resume(elapsed, running.stage.resumed_host_us);
@@ -202,7 +203,7 @@ fn replace_source(
     handover: &mut Handover,
     prepared: &PreparedCandidate<'_>,
     state: State,
-    tap_takeover: Option<&TapTakeover>,
+    tap_takeover: Option<&mut TapTakeover>,
     succession: &Succession<'_>,
     shutdown: &mut Option<Shutdown>,
 ) -> Result<ReplacedSource, RebootError> {
@@ -239,7 +240,7 @@ fn replace_source(
     replacement.locked_vm.state = state.clone();
     handover.state = state;
     if let (Some(takeover), Some(injector)) = (tap_takeover, ram.injector()) {
-        takeover.give(&hardware, injector)?;
+        takeover.give(injector)?;
     }
     handover.pass("phase.renew.agreed");
     handover.recorder.step("take its place");

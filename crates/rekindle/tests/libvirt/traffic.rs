@@ -1,0 +1,145 @@
+//! Traffic between a test and the guest of a domain, which shows whether a byte or a frame is lost.
+
+use rekindle_testing::libvirt::Domain;
+use rekindle_testing::{DEADLINE, poll};
+use rustix::fd::OwnedFd;
+use rustix::net::sockopt::{Timeout, set_socket_recv_buffer_size, set_socket_timeout};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, ipproto, recv, sendto, socket};
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, SocketAddrV4, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Port of the guest's echo service.
+const ECHO_PORT: u16 = 7;
+/// Time between two pings. A tap has room for 1000 frames: none is lost in a pause of up to 5 s.
+const PING_INTERVAL: Duration = Duration::from_millis(5);
+/// How often the receiver of pings checks whether it shall end.
+const RECEIVE_TIMEOUT: Duration = Duration::from_millis(100);
+const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
+const IP_HEADER_BYTES: usize = 20;
+const ECHO_REQUEST: u8 = 8;
+const ECHO_REPLY: u8 = 0;
+/// Identifier of the pings, which are alone in the test's network.
+const PING_ID: [u8; 2] = *b"rk";
+
+/// A thread that works until it is finished.
+struct Worker<T> {
+    is_finished: Arc<AtomicBool>,
+    thread: JoinHandle<T>,
+}
+
+impl<T: Send + 'static> Worker<T> {
+    fn begin(work: impl FnOnce(&AtomicBool) -> T + Send + 'static) -> Self {
+        let is_finished = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&is_finished);
+        Self { is_finished, thread: thread::spawn(move || work(&flag)) }
+    }
+
+    fn finish(self) -> T {
+        self.is_finished.store(true, Ordering::SeqCst);
+        self.thread.join().expect("the traffic")
+    }
+}
+
+/// Numbers that the guest sends back, over one connection.
+pub(crate) struct Stream(Worker<u64>);
+
+impl Stream {
+    pub(crate) fn begin(domain: &Domain<'_>) -> Self {
+        let mut connection = TcpStream::connect(SocketAddr::new(domain.address.ip(), ECHO_PORT)).unwrap();
+        connection.set_read_timeout(Some(DEADLINE)).unwrap();
+        Self(Worker::begin(move |is_finished| {
+            let mut round = 0;
+            while !is_finished.load(Ordering::SeqCst) {
+                let numbers: Vec<u8> = (round * 100..(round + 1) * 100).flat_map(u64::to_le_bytes).collect();
+                let mut echo = vec![0; numbers.len()];
+                connection.write_all(&numbers).unwrap();
+                connection.read_exact(&mut echo).unwrap();
+                assert_eq!(echo, numbers, "round {round}");
+                round += 1;
+            }
+            round
+        }))
+    }
+
+    /// Checks that every number came back.
+    pub(crate) fn assert_complete(self) {
+        assert!(self.0.finish() > 0);
+    }
+}
+
+/// Numbered pings, one every [`PING_INTERVAL`].
+pub(crate) struct Pings {
+    /// Returns the number of pings.
+    sender: Worker<u32>,
+    receiver: Worker<()>,
+    replies: Arc<Mutex<BTreeSet<u32>>>,
+}
+
+impl Pings {
+    pub(crate) fn begin(domain: &Domain<'_>) -> Self {
+        let IpAddr::V4(address) = domain.address.ip() else { panic!("an IPv4 address") };
+        let target = SocketAddrV4::new(address, 0);
+        let (outgoing, incoming) = (open_socket(), open_socket());
+        let replies: Arc<Mutex<BTreeSet<u32>>> = Arc::default();
+        let received = Arc::clone(&replies);
+        let receiver = Worker::begin(move |is_finished| {
+            let mut buffer = [0; 256];
+            while !is_finished.load(Ordering::SeqCst) {
+                let Ok((_, bytes)) = recv(&incoming, &mut buffer, RecvFlags::empty()) else { continue };
+                received.lock().unwrap().extend(reply(&buffer[..bytes]));
+            }
+        });
+        let sender = Worker::begin(move |is_finished| {
+            let mut number = 0;
+            while !is_finished.load(Ordering::SeqCst) {
+                sendto(&outgoing, &request(number), SendFlags::empty(), &target).unwrap();
+                number += 1;
+                thread::sleep(PING_INTERVAL);
+            }
+            number
+        });
+        Self { sender, receiver, replies }
+    }
+
+    /// Checks that each ping has a reply.
+    pub(crate) fn assert_complete(self) {
+        let sent = self.sender.finish();
+        let missing = || (0..sent).filter(|number| !self.replies.lock().unwrap().contains(number)).collect::<Vec<_>>();
+        let is_complete = poll(DEADLINE, || missing().is_empty().then_some(())).is_some();
+        self.receiver.finish();
+        assert!(sent > 0 && is_complete, "{sent} pings; without a reply: {:?}", missing());
+    }
+}
+
+fn open_socket() -> OwnedFd {
+    let socket = socket(AddressFamily::INET, SocketType::RAW, Some(ipproto::ICMP)).unwrap();
+    set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER_BYTES).unwrap();
+    set_socket_timeout(&socket, Timeout::Recv, Some(RECEIVE_TIMEOUT)).unwrap();
+    socket
+}
+
+/// Returns the ICMP message of a ping.
+fn request(number: u32) -> [u8; 12] {
+    let mut message = [0; 12];
+    message[0] = ECHO_REQUEST;
+    message[4..6].copy_from_slice(&PING_ID);
+    message[8..].copy_from_slice(&number.to_be_bytes());
+    let sum: u32 = message.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    let checksum = !((folded & 0xffff) + (folded >> 16)) as u16;
+    message[2..4].copy_from_slice(&checksum.to_be_bytes());
+    message
+}
+
+/// Returns the number of the ping to which an IP packet replies.
+fn reply(packet: &[u8]) -> Option<u32> {
+    let message = packet.get(IP_HEADER_BYTES..)?;
+    let is_reply = message.first() == Some(&ECHO_REPLY) && message.get(4..6) == Some(&PING_ID);
+    let number = message.get(8..12)?.try_into().ok()?;
+    is_reply.then(|| u32::from_be_bytes(number))
+}
