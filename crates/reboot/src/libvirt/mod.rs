@@ -20,6 +20,7 @@
 //! | `recheck` | whether the domain is still as the preflight has found it |
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
+//! | `vnc` | the VNC server's password and listening sockets |
 //! | `replace` | steps 1 and 2 |
 //! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
@@ -51,6 +52,7 @@ mod record_copy;
 pub(crate) mod recover;
 mod replace;
 mod source;
+mod vnc;
 mod way_back;
 
 pub use replace::replace_domains;

@@ -2,7 +2,7 @@
 
 use super::recheck::Baseline;
 use super::status_file::{DomainRecord, StatusFile, StatusFileError};
-use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error};
+use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error, vnc};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::Obstacle;
@@ -84,6 +84,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
+            problems.extend(vnc::password_problem(name, &line, &status)?);
             problems.extend(obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?);
             Some(line)
         }
@@ -163,9 +164,6 @@ fn not_supported(line: &CommandLine) -> Vec<String> {
             | Descriptor::Duplicate { .. } => {}
         }
     }
-    let servers = line.vnc_servers.iter();
-    problems
-        .extend(servers.map(|id| format!("VNC server {id}: VNC servers of libvirt's domains are not passed on yet")));
     problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
     problems
 }

@@ -7,7 +7,7 @@ use super::journal::{operation, set_absence};
 use super::preflight::{self, DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
 use super::recheck::Baseline;
 use super::way_back::{abandon, fail_after_decision};
-use super::{DomainError, DomainOptions, capabilities, give_back, preflight_error, source};
+use super::{DomainError, DomainOptions, capabilities, give_back, preflight_error, source, vnc};
 use crate::error::{Failure, RebootError};
 use crate::vmm::preflight::{compare_blocks, compare_cpus};
 use crate::vmm::{QemuInfo, RebootReport, VmOutcome};
@@ -165,6 +165,7 @@ fn journal_operation(
         absence: Absence::Present,
         listeners: listeners.clone(),
         forwards: forwards.clone(),
+        vnc: vnc::listeners(&baseline.line),
         emulator: Some(binary.path.clone()).filter(|path| *path != record.emulator),
         capabilities,
     };

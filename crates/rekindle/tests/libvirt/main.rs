@@ -6,9 +6,11 @@ mod changes;
 mod daemon;
 mod faults;
 mod interference;
+mod vnc;
 
 use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::micro::free_port;
 use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
@@ -22,11 +24,12 @@ const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type=
 /// Blocks of 4096 bytes of the disk.
 const DISK_BLOCKS: u64 = 512;
 
-/// Boots a guest with a pattern in its memory.
+/// Boots a guest with a pattern in its memory, and with a VNC server.
 fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write("/var/lib/libvirt/images/disk", content).unwrap();
-    let domain = libvirt.boot(&DomainOptions { devices: DEVICES, ..DomainOptions::new(name) });
+    let devices = format!("{DEVICES}{}", vnc::server(free_port()));
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new(name) });
     domain.ask("touch 48M 7");
     domain.ask("dirty 20 48 random");
     domain
@@ -44,7 +47,8 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk works.
+/// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk and its VNC
+/// server work.
 #[track_caller]
 fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     let is_up = poll(DEADLINE, || domain.is_up().then_some(())).is_some();
@@ -55,6 +59,7 @@ fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     domain.ask("dirty 20 48 random");
     domain.ask("drop-caches");
     domain.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+    vnc::assert_greets(domain);
 }
 
 /// Returns the processes of the QEMUs of a domain.
@@ -126,18 +131,15 @@ fn a_domain_continues_in_another_qemu_and_libvirt_manages_it() {
 #[test]
 fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let libvirt = PrivateLibvirt::start();
-    let options = DomainOptions {
-        devices: "<graphics type='vnc' listen='127.0.0.1'/><video><model type='vga'/></video>",
-        ..DomainOptions::new("refused")
-    };
-    let domain = libvirt.boot(&options);
+    let devices = vnc::server(free_port()).replace("port=", &format!("websocket='{}' port=", free_port()));
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("refused") });
     let (qemu, daemon) = (domain.process(), libvirt.daemon());
     let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", text(&output));
     assert!(text(&output).contains("add --preview"), "{}", text(&output));
     let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
-    assert!(text(&output).contains("VNC server"), "{}", text(&output));
+    assert!(text(&output).contains("-vnc websocket"), "{}", text(&output));
     assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
 
