@@ -3,6 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`status_file`] | the daemon's record of a running domain |
+//! | [`vnc_password`] | the password of a domain's VNC server |
 //! | [`domains`] | all running domains |
 //! | [`daemon`] | finds, stops and starts the daemon |
 
@@ -11,3 +12,4 @@
 pub mod daemon;
 pub mod domains;
 pub mod status_file;
+pub mod vnc_password;

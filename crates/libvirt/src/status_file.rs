@@ -165,7 +165,7 @@ impl StatusFile {
             .map_err(|source| StatusFileError::Unwritable { path: path.to_owned(), source })
     }
 
-    fn malformed(&self, problem: String) -> StatusFileError {
+    pub(crate) fn malformed(&self, problem: String) -> StatusFileError {
         StatusFileError::Malformed { path: self.path.clone(), problem }
     }
 }

@@ -126,6 +126,7 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "libvirt.resume.journalled",
     "libvirt.resume.resumed",
     "libvirt.give-back.frozen",
+    "libvirt.give-back.vnc-passed",
     "libvirt.give-back.status-written",
     "libvirt.give-back.pid-written",
     "libvirt.give-back.daemon-started",

@@ -175,6 +175,9 @@ pub struct LibvirtOperation {
     pub listeners: Vec<PassedListener>,
     /// Forwarded ports, which the destination gets when the source has ended.
     pub forwards: Vec<ForwardedPort>,
+    /// Numbers in the destination at which the listening sockets of its VNC server are open; `None` without a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vnc: Option<Vec<RawFd>>,
     /// The QEMU to record for this domain until it is shut off; `None`: the same as before.
     pub emulator: Option<PathBuf>,
     /// libvirt's names of the destination's features; `None`: the same as the source's.

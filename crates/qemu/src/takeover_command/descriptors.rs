@@ -65,6 +65,18 @@ impl<'a> Numbers<'a> {
         }
     }
 
+    /// Puts a listening socket of the source that `is_wanted` at an unused number, which is returned. All that are wanted
+    /// are the same socket: an earlier replacement has left a second descriptor of it.
+    pub(super) fn put_listener(&mut self, is_wanted: impl Fn(&ListenAddress) -> bool) -> Option<RawFd> {
+        let is_wanted = |descriptor: &SourceDescriptor| match descriptor {
+            SourceDescriptor::Listener(address) => is_wanted(address),
+            _ => false,
+        };
+        let mut unclaimed = self.open.iter().filter(|(number, _)| !self.claimed.contains(number));
+        let (source, _) = unclaimed.find(|(_, descriptor)| is_wanted(descriptor))?;
+        Some(self.put_new(Descriptor::Duplicate { source: *source }))
+    }
+
     /// Claims all queues of a tap that the source has open, and returns their numbers in the destination.
     pub(super) fn claim_tap(&mut self, interface: &str) -> Vec<RawFd> {
         let is_queue = |(number, descriptor): &(&RawFd, &SourceDescriptor)| {

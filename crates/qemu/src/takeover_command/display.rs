@@ -1,9 +1,10 @@
-//! Displays. A VNC server starts without an address; it gets the source's later. The windows of a user's session cannot
-//! be passed on.
+//! Displays. A VNC server starts without an address; it gets the source's listening sockets later. The windows of a
+//! user's session cannot be passed on.
 
-use super::Rewriter;
+use super::{PassedVncServer, Rewriter};
 use crate::foreign::CommandOption;
 use crate::options::Options;
+use std::os::fd::RawFd;
 
 /// Id of a VNC server without `id=`.
 const DEFAULT_VNC_ID: &str = "default";
@@ -18,13 +19,44 @@ impl Rewriter<'_> {
         };
         for key in ["websocket", "reverse"] {
             if server.get(key).is_some_and(|value| value != "off") {
-                self.refuse(format!("-vnc {key}"), "Rekindle does not pass on this kind of VNC connection");
+                self.refuse(
+                    format!("-vnc {key}"),
+                    "Rekindle does not pass on this kind of VNC connection: start the VM without it",
+                );
             }
         }
-        self.vnc_servers.push(server.get("id").unwrap_or_else(|| DEFAULT_VNC_ID.into()));
+        let id = server.get("id").unwrap_or_else(|| DEFAULT_VNC_ID.into());
+        let listeners = self.pass_vnc_listeners(&id);
+        let needs_password =
+            server.get("password").is_some_and(|value| ["on", "yes", "true"].contains(&value.as_str()))
+                && server.get("password-secret").is_none();
+        self.vnc_server = Some(PassedVncServer { id, listeners, needs_password });
         server.remove(|key| ["to", "ipv4", "ipv6"].contains(&key));
         server.set("vnc", "none");
         self.add("vnc", server.to_string());
+    }
+
+    /// Returns the numbers at which the listening sockets of the VNC server `id` are open in the destination. They are
+    /// those that QEMU reports: after an earlier replacement, the command line has no address.
+    fn pass_vnc_listeners(&mut self, id: &str) -> Vec<RawFd> {
+        let what = format!("VNC server {id}");
+        let servers = &self.facts.vnc_servers;
+        let Some(server) = servers.iter().find(|server| server.id == id) else {
+            self.refuse(what, "QEMU does not report it");
+            return Vec::new();
+        };
+        if servers.len() > 1 {
+            self.refuse(what, "only one VNC server can be passed on: start the VM with one");
+            return Vec::new();
+        }
+        let mut listeners = Vec::new();
+        for address in &server.addresses {
+            match self.numbers.put_listener(|bound| address.is(bound)) {
+                Some(number) => listeners.push(number),
+                None => self.refuse(&what, format!("this QEMU has no listening socket of {address}")),
+            }
+        }
+        listeners
     }
 
     pub(super) fn read_display(&mut self, option: &CommandOption<'_>) {

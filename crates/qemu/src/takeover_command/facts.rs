@@ -1,6 +1,7 @@
 //! Properties of a running machine that its command line does not show.
 
 use super::inventory::{device_name, node_names};
+use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
 use crate::foreign::{self, MachineFacts};
 use crate::qmp::{Qmp, QmpError};
@@ -18,6 +19,7 @@ pub struct RunningFacts {
     pub drives: Vec<Drive>,
     /// The descriptors that QEMU has for each set of `-add-fd`. They have other numbers than on the command line.
     pub fd_sets: BTreeMap<u32, Vec<RawFd>>,
+    pub vnc_servers: Vec<VncServer>,
 }
 
 /// A drive of the machine at present.
@@ -60,6 +62,7 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
         ram_blocks: ramblock::list(qmp)?,
         drives: drives.iter().filter_map(|entry| drive(entry, &chains)).collect(),
         fd_sets: fd_sets.into_iter().map(members).collect(),
+        vnc_servers: vnc::servers(qmp)?,
     })
 }
 

@@ -30,7 +30,7 @@ impl Rewriter<'_> {
             arguments: self.arguments,
             descriptors: self.numbers.into_destination(),
             forwards: self.forwards,
-            vnc_servers: self.vnc_servers,
+            vnc_server: self.vnc_server,
             pid_file: self.pid_file,
         })
     }

@@ -9,7 +9,8 @@
 //! | RAM: `-object memory-backend-*`, or only `-m` | `memory-backend-file` of the same id, on a memfd |
 //! | listening sockets: `path=`, `host=,port=`, `-qmp unix:...` | `fd=N` |
 //! | taps: `ifname=`, `script=`, `br=` | `fd=N`, `vhostfd=N` |
-//! | forwarded ports of user networks, addresses of VNC servers | none; they are added after the source has stopped |
+//! | forwarded ports of user networks | none; they are added after the source has stopped |
+//! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
 //! | files of character devices | appended to, not truncated |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
@@ -53,7 +54,7 @@
 //!
 //! [`read_facts`] and [`open_descriptors`] read the facts and the descriptors of a running QEMU. [`Inventory`] has
 //! everything that its manager may change: with it, two QEMUs are compared, and settings without an option are passed
-//! on. VNC passwords are not.
+//! on. The password of a VNC server cannot be read: its manager must supply it.
 //!
 //! The descriptor of a listening socket, tap or vhost device is at first a *stand-in*: a private one of the same kind.
 //! The real one replaces it when the source has been frozen.
@@ -68,6 +69,7 @@ mod memory;
 mod network;
 mod open_files;
 mod rules;
+pub mod vnc;
 
 pub use facts::{Drive, RunningFacts, read_facts};
 pub use inventory::{Inventory, Item};
@@ -138,8 +140,8 @@ pub struct CommandLine {
     pub descriptors: BTreeMap<RawFd, Descriptor>,
     /// Forwarded ports, to be added when the source has stopped. Another rewrite of `arguments` does not find them.
     pub forwards: Vec<Forward>,
-    /// Ids of the VNC servers. They listen nowhere until they get the source's addresses.
-    pub vnc_servers: Vec<String>,
+    /// The VNC server. It listens nowhere until it gets the source's sockets.
+    pub vnc_server: Option<PassedVncServer>,
     /// The file that must name the destination's process. Another rewrite of `arguments` does not find it.
     pub pid_file: Option<String>,
 }
@@ -179,8 +181,19 @@ pub enum Descriptor {
     Tap { source: RawFd, interface: String },
     /// A new `/dev/vhost-net`: an open one belongs to the memory of one process.
     VhostNet,
-    /// A duplicate of `source` in the source.
+    /// A duplicate of `source` in the source. A listening socket of a VNC server is not used until QEMU gets it by
+    /// [`vnc::listen`].
     Duplicate { source: RawFd },
+}
+
+/// A VNC server of the destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PassedVncServer {
+    pub id: String,
+    /// The numbers at which its listening sockets are open.
+    pub listeners: Vec<RawFd>,
+    /// Whether it accepts no client until it gets the password.
+    pub needs_password: bool,
 }
 
 /// A forwarded port of a user network.
@@ -200,7 +213,7 @@ struct Rewriter<'a> {
     arguments: Vec<String>,
     obstacles: Vec<Obstacle>,
     forwards: Vec<Forward>,
-    vnc_servers: Vec<String>,
+    vnc_server: Option<PassedVncServer>,
     pid_file: Option<String>,
     /// Ids of the memory backends that the command line names.
     backends: Vec<String>,
@@ -255,7 +268,7 @@ pub fn rewrite(
         arguments: Vec::new(),
         obstacles: Vec::new(),
         forwards: Vec::new(),
-        vnc_servers: Vec::new(),
+        vnc_server: None,
         pid_file: None,
         backends: Vec::new(),
         devices: Vec::new(),

@@ -31,12 +31,16 @@ const RULES: &[(&[&str], TakeoverRule)] = {
         (&["vnc", "display", "add-fd", "set", "run-with", "pidfile", "overcommit"], Rewrite),
         (&["chroot"], Refuse("another QEMU cannot be started in that directory: start it without")),
         (&["gdb", "s"], Refuse("two QEMUs cannot wait for a debugger at one address: start it without")),
-        (&["spice"], Refuse("Rekindle does not pass on a SPICE server: use VNC")),
+        (&["spice"], Refuse(SPICE_REASON)),
         (&["plugin"], Refuse("what a plugin has counted ends with QEMU: start it without")),
         (&["readconfig", "tpmdev", "virtfs", "snapshot"], RefuseAsCarried),
         (&["xen-domid", "xen-attach", "xen-domid-restrict"], RefuseAsCarried),
     ]
 };
+
+const SPICE_REASON: Reason = "Rekindle does not pass on a SPICE server: give the VM a VNC server instead (libvirt: <graphics \
+                              type='vnc'/>) and start it again, or wait until the guest is shut down: its next start is \
+                              in the installed QEMU";
 
 /// Returns the rule of an option.
 pub(super) fn of(option: &str) -> TakeoverRule {
@@ -60,7 +64,10 @@ const REFUSED_BACKENDS: &[(&[&str], Reason)] = &[
     (&["serial", "tty", "parallel", "parport"], "two QEMUs would read one device of the host"),
     (&["udp"], "two QEMUs cannot receive at one UDP address: use a socket or a pty"),
     (&["braille", "msmouse", "wctablet"], "its state is at its other end: start it without"),
-    (&["spicevmc", "spiceport", "dbus"], "Rekindle does not pass on a SPICE or D-Bus server: use a socket"),
+    (
+        &["spicevmc", "spiceport", "dbus"],
+        "Rekindle does not pass on a SPICE or D-Bus server: start the VM without this device",
+    ),
 ];
 
 /// Returns why a character device of this backend cannot be taken over.

@@ -1,5 +1,6 @@
 //! Single options, and what cannot be taken over.
 
+use super::vnc::{VncAddress, VncServer};
 use super::*;
 use crate::command::RamBackend;
 use crate::foreign::{CurrentDisk, MachineFacts};
@@ -126,16 +127,58 @@ fn taps_are_passed_as_descriptors() {
 }
 
 #[test]
-fn ports_and_addresses_are_reported() {
-    let options = "-netdev user,id=n,net=10.1.0.0/24,hostfwd=tcp::22-:22 -vnc :1,to=9,password=on -vnc unix:/v,id=two";
+fn forwarded_ports_are_reported() {
+    let options = "-netdev user,id=n,net=10.1.0.0/24,hostfwd=tcp::22-:22";
     let line = rewritten(options, &[]);
     assert_eq!(line.forwards, [Forward { network: Some("n".into()), rule: "tcp::22-:22".into() }]);
-    assert_eq!(line.vnc_servers, ["default", "two"]);
     let text = line.arguments.join(" ");
-    assert!(
-        text.contains("-netdev type=user,id=n,net=10.1.0.0/24 -vnc vnc=none,password=on -vnc vnc=none,id=two "),
-        "{text}"
-    );
+    assert!(text.contains("-netdev type=user,id=n,net=10.1.0.0/24 "), "{text}");
+}
+
+/// Family, host and service.
+type Address = (&'static str, &'static str, &'static str);
+
+/// The facts of a machine whose VNC servers listen there.
+fn vnc_facts(servers: &[(&str, &[Address])]) -> RunningFacts {
+    let address = |(family, host, service): &Address| VncAddress {
+        family: (*family).into(),
+        host: (*host).into(),
+        service: (*service).into(),
+    };
+    let server = |(id, addresses): &(&str, &[Address])| VncServer {
+        id: (*id).into(),
+        addresses: addresses.iter().map(address).collect(),
+    };
+    RunningFacts { vnc_servers: servers.iter().map(server).collect(), ..facts(&[]) }
+}
+
+#[test]
+fn a_vnc_server_gets_the_listening_sockets_that_qemu_reports() {
+    let both: &[_] = &[("ipv4", "127.0.0.1", "5901"), ("ipv6", "::1", "5901")];
+    let facts = vnc_facts(&[("default", both)]);
+    let open = [(4, tcp("127.0.0.1:5901")), (5, tcp("[::1]:5901")), (6, tcp("127.0.0.1:5900"))];
+    let line = rewrite_line("-vnc :1,to=9,password,share=ignore", &facts, &open, Syntax::default()).unwrap();
+    assert!(line.arguments.join(" ").contains("-vnc vnc=none,password,share=ignore "), "{:?}", line.arguments);
+    let server = PassedVncServer { id: "default".into(), listeners: vec![7, 8], needs_password: true };
+    assert_eq!(line.vnc_server, Some(server));
+    assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
+    assert_eq!(line.descriptors[&8], Descriptor::Duplicate { source: 5 });
+
+    // The QEMU of an earlier replacement has two descriptors of each socket, and no address on its command line.
+    let facts = vnc_facts(&[("two", &[("unix", "", "/v")])]);
+    let line = rewrite_line("-vnc vnc=none,id=two", &facts, &[(7, unix("/v")), (9, unix("/v"))], Syntax::default());
+    let line = line.unwrap();
+    let server = PassedVncServer { id: "two".into(), listeners: vec![10], needs_password: false };
+    assert_eq!((&line.descriptors[&10], line.vnc_server), (&Descriptor::Duplicate { source: 7 }, Some(server)));
+}
+
+#[test]
+fn a_vnc_server_that_cannot_be_passed_on_is_named() {
+    let one = vnc_facts(&[("default", &[("ipv4", "0.0.0.0", "5901")])]);
+    assert_eq!(refused("-vnc :1", &one, &[(4, tcp("127.0.0.1:5901"))]), ["VNC server default"]);
+    assert_eq!(refused("-vnc :1,id=other", &one, &[(4, tcp("0.0.0.0:5901"))]), ["VNC server other"]);
+    let two = vnc_facts(&[("default", &[]), ("two", &[])]);
+    assert_eq!(refused("-vnc none -vnc none,id=two", &two, &[]), ["VNC server default", "VNC server two"]);
 }
 
 #[test]
@@ -181,7 +224,6 @@ fn everything_that_cannot_be_taken_over_is_named() {
         ("-netdev vhost-user,id=n,chardev=c", "-netdev vhost-user,id=n"),
         ("-netdev stream,id=n,addr.type=unix,addr.path=/p", "-netdev stream,id=n"),
         ("-nic tap,ifname=t0", "-nic tap,ifname=t0"),
-        ("-vnc :0,websocket=on", "-vnc websocket"),
         ("-spice port=1", "-spice"),
         ("-display gtk", "-display gtk"),
         ("-drive file=/d,snapshot=on", "-drive file=/d,snapshot=on"),
@@ -194,6 +236,8 @@ fn everything_that_cannot_be_taken_over_is_named() {
     for (options, expected) in cases {
         assert_eq!(refused(options, &facts(&[]), &[]), [expected], "{options}");
     }
+    let listens_nowhere = vnc_facts(&[("default", &[])]);
+    assert_eq!(refused("-vnc :0,websocket=on", &listens_nowhere, &[]), ["-vnc websocket"]);
     // All at the same time.
     let options = "-gdb tcp::1 -spice port=1 -chardev pipe,id=c,path=/p";
     assert_eq!(refused(options, &facts(&[]), &[]), ["-chardev c", "-gdb", "-spice"]);

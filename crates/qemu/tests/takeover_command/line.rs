@@ -64,6 +64,7 @@ impl Line {
                 })
                 .collect(),
             fd_sets: fd_sets(&file["fd_sets"]),
+            vnc_servers: serde_json::from_value(file["vnc_servers"].clone()).unwrap_or_default(),
         };
         let open = file["descriptors"].as_object().unwrap().iter();
         Self {

@@ -6,21 +6,23 @@
 mod line;
 
 use line::Line;
-use rekindle_kernel::tap;
+use rekindle_kernel::{descriptor, tap};
 use rekindle_qemu::adopt::adopt;
 use rekindle_qemu::command::Directory;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::syntax::Syntax;
-use rekindle_qemu::takeover_command::{CommandLine, Descriptor, Destination, open_descriptors, read_facts, rewrite};
+use rekindle_qemu::takeover_command::{
+    CommandLine, Descriptor, Destination, ListenAddress, open_descriptors, read_facts, rewrite, vnc,
+};
 use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
-use rekindle_testing::{DEADLINE, tools};
+use rekindle_testing::{DEADLINE, rfb, tools};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::{OwnedFd, RawFd};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 /// Returns the difference of two argument lists, in order: `- ARGUMENT` of `old`, `+ ARGUMENT` of `new`. All other
@@ -141,9 +143,8 @@ impl Files<'_> {
                 Descriptor::Tap { .. } => {
                     tap::open_transient(&format!("rkc{}", std::process::id()), tap::Features::OWN).unwrap()
                 }
-                Descriptor::VhostNet | Descriptor::Duplicate { .. } => {
-                    panic!("no line of this test has {descriptor:?}")
-                }
+                Descriptor::Duplicate { source } => listener(format!("duplicate-{source}")),
+                Descriptor::VhostNet => panic!("no line of this test has {descriptor:?}"),
             };
             (fd, *number)
         };
@@ -210,7 +211,9 @@ fn start(name: &str, binary: &Path) {
 /// Rewrites the line of a running QEMU from what it reports itself, and starts a QEMU of the same binary with it.
 fn start_from_running(binary: &Path) {
     let (source_root, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let options = QemuOptions::new(binary).arguments(&["-machine", "q35", "-m", "64"]);
+    let vnc_path = source_root.path().join("vnc");
+    let vnc_option = format!("unix:{},password=on", vnc_path.display());
+    let options = QemuOptions::new(binary).arguments(&["-machine", "q35", "-m", "64", "-vnc", &vnc_option]);
     let source = ForeignQemu::start(source_root.path(), &options);
     drop(source.qmp());
     let (adopted, mut qmp) = adopt(&source.path("qmp"), DEADLINE).unwrap();
@@ -222,6 +225,9 @@ fn start_from_running(binary: &Path) {
     let listeners = rewritten.descriptors.values().filter(|kind| matches!(kind, Descriptor::Listener { .. })).count();
     assert_eq!(listeners, 1, "the socket of -qmp");
     let directory = Directory(root.path().to_owned());
+    let server = rewritten.vnc_server.as_ref().unwrap();
+    let [vnc_number] = server.listeners.as_slice() else { panic!("{server:?}") };
+    let Descriptor::Duplicate { source: vnc_source } = rewritten.descriptors[vnc_number] else { panic!("{server:?}") };
     let fds = Files(root.path()).open(&rewritten);
     let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, fds).unwrap();
     let mut destination_qmp = qemu.connect(START_TIMEOUT).unwrap();
@@ -229,6 +235,22 @@ fn start_from_running(binary: &Path) {
         list.into_iter().map(|block| (block.id, block.total)).collect::<BTreeMap<_, _>>()
     };
     assert_eq!(blocks(ramblock::list(&mut destination_qmp).unwrap()), blocks(ramblock::list(&mut qmp).unwrap()));
+
+    assert!(server.needs_password && vnc::can_listen(&mut destination_qmp).unwrap());
+    let socket = descriptor::take(source.process, vnc_source).unwrap();
+    source.process.kill().unwrap();
+    // What arrives before the server listens, waits.
+    let mut client = UnixStream::connect(&vnc_path).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    vnc::set_password(&mut destination_qmp, "secret", "never").unwrap();
+    vnc::listen(&mut destination_qmp, &[socket]).unwrap();
+    rfb::banner(&mut client).unwrap();
+    let servers = vnc::servers(&mut destination_qmp).unwrap();
+    assert!(servers[0].addresses[0].is(&ListenAddress::Unix(vnc_path.to_str().unwrap().into())), "{servers:?}");
+    drop(client);
+    let client = UnixStream::connect(&vnc_path).unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    rfb::screen(client, Some("secret")).unwrap();
     qemu.kill().unwrap();
 }
 

@@ -1,11 +1,11 @@
 //! Returns a domain to libvirt, whose guest runs in the destination: the destination gets the source's listening
-//! sockets, libvirt's record names the destination, and the daemon is started.
+//! sockets, also those of its VNC server, libvirt's record names the destination, and the daemon is started.
 
 use super::environment::vcpus;
 use super::journal::{operation, set_absence};
 use super::preflight::libvirt_monitor;
 use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
-use super::{DomainError, daemon, forwards, record_copy, source};
+use super::{DomainError, daemon, forwards, record_copy, source, vnc};
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
@@ -76,6 +76,8 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
         // An administrator may have started it since, and it would take the change of its record for a crash.
         daemon::stop(&libvirt.daemon)?;
         pass_sockets(&handover, &libvirt, process)?;
+        vnc::pass(handover.name(), &libvirt, &StatusFile::read(&libvirt.status_file)?, process, &mut qmp)?;
+        handover.pass("libvirt.give-back.vnc-passed");
         // libvirt does not know these capabilities, and its own migrations must not use them.
         set_capabilities(&mut qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
         let edited = StatusFile::read(&libvirt.status_file)?.edited(&edit(&libvirt, process, &mut qmp)?)?;
@@ -96,6 +98,7 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
 /// Rejects a destination for which libvirt's record of the domain cannot be edited, and keeps a copy of the record.
 pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
     let libvirt = operation(handover)?;
+    vnc::rehearse(handover.name(), libvirt, qmp)?;
     let record = StatusFile::read(&libvirt.status_file)?;
     record.edited(&edit(libvirt, destination, qmp)?)?;
     Ok(record_copy::keep(&handover.rundir, &record)?)

@@ -21,6 +21,7 @@
 //! | `recheck` | whether the domain is still as the preflight has found it |
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `forwards` | ports that user networks forward |
+//! | `vnc` | the VNC server's password and listening sockets |
 //! | `phases` | the steps for several domains |
 //! | `batches` | the domains that are replaced together |
 //! | `prepare` | step 1 |
@@ -65,6 +66,7 @@ pub(crate) mod recover;
 mod replace;
 mod selection;
 mod source;
+mod vnc;
 mod way_back;
 
 pub use phases::{ReplacedDomains, replace_domains};

@@ -2,7 +2,7 @@
 
 use super::recheck::Baseline;
 use super::status_file::{DomainRecord, StatusFile, StatusFileError};
-use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error};
+use super::{DomainError, DomainOptions, daemon, forwards, obstacles, preflight_error, vnc};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::Obstacle;
@@ -94,6 +94,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
+            problems.extend(vnc::password_problem(name, &line, &status)?);
             let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
             copy_bytes = room.needed_bytes;
             problems.extend(room.problems);
@@ -179,9 +180,6 @@ fn not_supported(line: &CommandLine) -> Vec<String> {
     if line.descriptors.values().any(|descriptor| *descriptor == Descriptor::VhostNet) {
         problems.push("/dev/vhost-net: not passed on yet".into());
     }
-    let servers = line.vnc_servers.iter();
-    problems
-        .extend(servers.map(|id| format!("VNC server {id}: VNC servers of libvirt's domains are not passed on yet")));
     problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
     problems
 }

@@ -4,7 +4,7 @@ use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
 use super::preflight::{DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
 use super::recheck::Baseline;
 use super::way_back::abandon;
-use super::{DomainError, capabilities, give_back, preflight_error};
+use super::{DomainError, capabilities, give_back, preflight_error, vnc};
 use crate::error::{Failure, RebootError};
 use crate::vmm::preflight::{compare_blocks, compare_cpus};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
@@ -141,6 +141,7 @@ fn journal_operation(rundir: &RunDir, inspected: &mut Inspected, recorder: Recor
         absence: Absence::Present,
         listeners: listeners.clone(),
         forwards: forwards.clone(),
+        vnc: vnc::listeners(&baseline.line),
         emulator: Some(binary.path.clone()).filter(|path| *path != record.emulator),
         capabilities,
     };

@@ -68,6 +68,7 @@ mod tests {
             absence: Absence::Stopped,
             listeners: Vec::new(),
             forwards: Vec::new(),
+            vnc: None,
             emulator: None,
             capabilities: None,
         };

@@ -41,6 +41,7 @@ const TABLE: &[(&str, [Outcome; 4])] = &[
     ("libvirt.resume.journalled", [Destination, Destination, Source, Destination]),
     ("libvirt.resume.resumed", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.frozen", [Destination, Destination, ShutOff, Destination]),
+    ("libvirt.give-back.vnc-passed", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.status-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.pid-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff, Destination]),

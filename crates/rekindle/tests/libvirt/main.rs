@@ -9,9 +9,11 @@ mod interference;
 mod several;
 mod taps;
 mod traffic;
+mod vnc;
 
 use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
+use rekindle_testing::micro::free_port;
 use rekindle_testing::{DEADLINE, poll};
 use serde_json::Value;
 use std::fs;
@@ -25,11 +27,11 @@ const DEVICES: &str = "<disk type='file' device='disk'><driver name='qemu' type=
 /// Blocks of 4096 bytes of the disk.
 const DISK_BLOCKS: u64 = 512;
 
-/// Boots a guest with a tap, and with a pattern in its memory and on a disk of its own.
+/// Boots a guest with a tap and a VNC server, and with a pattern in its memory and on a disk of its own.
 fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write(format!("/var/lib/libvirt/images/{name}"), content).unwrap();
-    let devices = DEVICES.replace("images/disk", &format!("images/{name}"));
+    let devices = DEVICES.replace("images/disk", &format!("images/{name}")) + &vnc::server(free_port());
     let network = Network::Tap("");
     let domain = libvirt.boot(&DomainOptions { devices: &devices, network, ..DomainOptions::new(name) });
     domain.ask("touch 48M 7");
@@ -49,7 +51,8 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk works.
+/// Checks that the guest is the one of `boot_id`, with the memory that it has written, and that its disk and its VNC
+/// server work.
 #[track_caller]
 fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     let is_up = poll(DEADLINE, || domain.is_up().then_some(())).is_some();
@@ -60,6 +63,7 @@ fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     domain.ask("dirty 20 48 random");
     domain.ask("drop-caches");
     domain.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+    vnc::assert_greets(domain);
 }
 
 /// Returns the processes of the QEMUs of a domain.
@@ -131,18 +135,15 @@ fn a_domain_continues_in_another_qemu_and_libvirt_manages_it() {
 #[test]
 fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let libvirt = PrivateLibvirt::start();
-    let options = DomainOptions {
-        devices: "<graphics type='vnc' listen='127.0.0.1'/><video><model type='vga'/></video>",
-        ..DomainOptions::new("refused")
-    };
-    let domain = libvirt.boot(&options);
+    let devices = vnc::server(free_port()).replace("port=", &format!("websocket='{}' port=", free_port()));
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("refused") });
     let (qemu, daemon) = (domain.process(), libvirt.daemon());
     let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", text(&output));
     assert!(text(&output).contains("add --preview"), "{}", text(&output));
     let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
-    assert!(text(&output).contains("VNC server"), "{}", text(&output));
+    assert!(text(&output).contains("-vnc websocket"), "{}", text(&output));
     assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
 
