@@ -34,6 +34,7 @@ use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::plan::MarkObstacle;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
+use rekindle_qemu::block::migration;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::command::ForeignMachine;
@@ -146,7 +147,11 @@ impl OverlayDisks {
         for recorded in record.disks {
             disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
         }
-        Ok((!disks.is_empty()).then_some(Self { disks }))
+        if disks.is_empty() {
+            migration::permit(qmp)?;
+            return Ok(None);
+        }
+        Ok(Some(Self { disks }))
     }
 
     /// As [`OverlayDisks::adopt`], and begins overlays for all writable disks that have none. Directories are made next
@@ -171,6 +176,8 @@ impl OverlayDisks {
                 record
             }
         };
+        // On its images alone, a guest that another program migrates or saves would have older disks than its memory.
+        migration::forbid(qmp)?;
         let mut disks = adopted.map(|adopted| adopted.disks).unwrap_or_default();
         for recorded in record.disks {
             if !disks.iter().any(|disk| disk.number() == recorded.number) {
@@ -267,6 +274,7 @@ impl OverlayDisks {
             ignore_missing(fs::remove_file(&mark)).map_err(OverlayDisksError::io(&mark))?;
         }
         ended?;
+        migration::permit(qmp)?;
         OverlayRecord::remove(rundir)
     }
 
