@@ -25,7 +25,9 @@ mod record;
 mod restore;
 
 pub use restore::RestoredOverlays;
+pub(crate) use restore::remove_fresh;
 
+use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};
 use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
@@ -173,6 +175,7 @@ impl OverlayDisks {
             _ => {
                 let record = OverlayRecord::plan(qmp, vmm, machine, vm, parent)?;
                 record.write(rundir)?;
+                fault::point("overlay.begin.recorded", Some(vmm), None);
                 record
             }
         };
@@ -217,7 +220,9 @@ impl OverlayDisks {
         let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
         let marks = marks.ok_or_else(not_ready)?;
         if !marks.is_empty() {
+            self.pass("overlay.mark.prepared");
             overlay::mark(stopped, &marks)?;
+            self.pass("overlay.mark.marked");
         }
         Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
     }
@@ -261,6 +266,7 @@ impl OverlayDisks {
             fs::write(&mark, []).map_err(OverlayDisksError::io(&mark))?;
             guest::stop(qmp)?;
         }
+        self.pass("overlay.end.stopped");
         let ended = self.end_stopped(qmp);
         let must_stay_stopped = matches!(
             ended,
@@ -276,6 +282,13 @@ impl OverlayDisks {
         ended?;
         migration::permit(qmp)?;
         OverlayRecord::remove(rundir)
+    }
+
+    /// Passes a fault point.
+    fn pass(&self, point: &'static str) {
+        if let Some(disk) = self.disks.first() {
+            disk.pass(point);
+        }
     }
 
     fn end_stopped(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
