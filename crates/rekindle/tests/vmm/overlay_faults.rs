@@ -151,6 +151,35 @@ fn a_checkpoint_is_restored_after_qemu_was_killed_at_each_step() {
     guest.rekindle(&["stop", "--now"]).ok();
 }
 
+#[test]
+fn a_guest_whose_qemu_was_killed_before_the_first_mark_is_protected_in_another_one() {
+    let lab = Lab::without_root();
+    let disk = Disk::create(&lab, "qcow2");
+    for (seed, point) in points(&["begin", "create"]).into_iter().enumerate() {
+        eprintln!("{point}");
+        let store = protector::store(&lab, point);
+        let mut expected = String::new();
+        for fault in [Some(format!("{point}:kill-old")), None] {
+            let foreign = disk.boot(&lab, qemu_new());
+            let guest = &foreign.guest;
+            attach(&lab, &foreign);
+            if let Some(fault) = fault {
+                write(guest, seed as u64);
+                expected = read(guest);
+                protect_with(guest, &store, &fault);
+                assert!(!foreign.qemu.process.is_alive(), "{point}");
+            } else {
+                assert_eq!(protect(&lab, "foreign", &lab.path(&format!("other-{point}")), TWO_CHECKPOINTS).len(), 2);
+                assert_disk_agrees(guest, &expected);
+            }
+            guest.rekindle(&["detach"]).ok();
+            drop(foreign);
+            fs::remove_dir_all(lab.path("foreign-foreign")).unwrap();
+        }
+        assert!(!disk.overlays().exists(), "{point}");
+    }
+}
+
 /// Returns the digest of the newest disk, as docs/protect-attached.md copies it after its QEMU has ended.
 fn newest_disk(lab: &Lab, disk: &Disk) -> String {
     let overlays = fs::read_dir(disk.overlays()).into_iter().flatten().map(|entry| entry.unwrap().path());

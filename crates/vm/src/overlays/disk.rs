@@ -1,6 +1,6 @@
 //! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
 
-use super::record::{RecordedDisk, has_open};
+use super::record::{RecordedDisk, has_open, running_owner};
 use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, overlay_name, owner_of};
 use crate::fault;
 use rekindle_disk::keeper::EpochId;
@@ -67,10 +67,15 @@ impl OverlayDisk {
         let owner = owner_of(vmm)?;
         let image = recorded.image.to_string_lossy().into_owned();
         let state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
-        let directory = match OverlayDirectory::open(files_of(&recorded))? {
-            None => OverlayDirectory::create(files_of(&recorded), state)?,
-            Some(_) => return Err(other_qemu(&recorded)),
-        };
+        if let Some(directory) = OverlayDirectory::open(files_of(&recorded))? {
+            let OverlayState { may_be_marked, owner, .. } = directory.state();
+            if *may_be_marked || running_owner(owner)?.is_some() {
+                return Err(other_qemu(&recorded));
+            }
+            // Its QEMU has ended before the first mark.
+            directory.destroy()?;
+        }
+        let directory = OverlayDirectory::create(files_of(&recorded), state)?;
         let path = &recorded.directory;
         fs::set_permissions(path, Permissions::from_mode(DIRECTORY_MODE)).map_err(OverlayDisksError::io(path))?;
         fault::point("overlay.begin.directory", Some(vmm), None);
@@ -197,6 +202,9 @@ impl OverlayDisk {
         let found = self.found(qmp)?;
         let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
         let epoch = found.check_mark(self.directory.state()).map_err(not_ready)?;
+        if !self.directory.state().may_be_marked {
+            self.directory.record(|state| state.may_be_marked = true)?;
+        }
         let graph = BlockGraph::read(qmp)?;
         let chain = self.checked_chain(&graph)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);

@@ -11,7 +11,7 @@
 //! The files of the checkpoint are not written, so a restore can be repeated until the restored guest's first
 //! checkpoint is committed.
 
-use super::record::{OverlayRecord, RecordedDisk, owner_of};
+use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
 use super::{OverlayDisksError, OverlayEpoch, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
@@ -19,7 +19,6 @@ use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
 use rekindle_disk::overlay::state::OverlayState;
 use rekindle_disk::redo::files::LocalFiles;
-use rekindle_kernel::process::Process;
 use rekindle_qemu::command::{DiskOverlays, OverlayFile};
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
@@ -209,16 +208,4 @@ impl Drop for RestoredDisk {
             tracing::warn!("cannot remove an overlay that was made for a restore: {e}");
         }
     }
-}
-
-/// Returns the QEMU that the overlays are for, if it still runs on this host.
-fn running_owner(owner: &str) -> Result<Option<u32>, OverlayDisksError> {
-    let mut words = owner.split(' ');
-    let (Some(boot_id), Some(Ok(pid)), Some(Ok(started))) =
-        (words.next(), words.next().map(str::parse), words.next().map(str::parse))
-    else {
-        return Ok(None);
-    };
-    let process = Process { pid, started };
-    Ok((super::record::boot_id()? == boot_id && process.is_alive()).then_some(pid))
 }
