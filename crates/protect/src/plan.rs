@@ -112,8 +112,15 @@ fn prepare_overlays(
         return Err(ProtectError::OwnDisks { name: name() }.into());
     };
     let uuid = target.identity().uuid;
-    let overlays = OverlayDisks::begin(control, rundir, vmm, machine, uuid, parent.as_deref());
-    Ok(Some(overlays.map_err(|e| ProtectError::tracking(&name(), e))?))
+    let overlays = OverlayDisks::begin(control, rundir, vmm, machine, uuid, parent.as_deref())
+        .map_err(|e| ProtectError::tracking(&name(), e))?;
+    if overlays.is_without_space() {
+        // QEMU may have stopped the guest, which cannot be tracked then.
+        let _run_state = target.hold_run_state().map_err(CheckpointError::from)?;
+        overlays.end(control, rundir).map_err(|e| ProtectError::tracking(&name(), e))?;
+        return Err(ProtectError::OverlaysFull { name: name() }.into());
+    }
+    Ok(Some(overlays))
 }
 
 /// Inspects the devices of an attached guest, which may have changed since it was attached.

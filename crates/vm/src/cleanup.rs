@@ -5,6 +5,7 @@ use crate::error::LifeError;
 use crate::host::Host;
 use crate::names::saved_path;
 use crate::network;
+use crate::overlays;
 use crate::phases;
 use crate::qemu;
 use crate::ram;
@@ -21,6 +22,7 @@ use std::fs;
 pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     qemu::end_all_qemus(rundir, state)?;
+    overlays::remove_fresh(rundir);
     disks::end(rundir, &state.hardware)?;
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {

@@ -135,6 +135,31 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "libvirt.settle.source-gone",
 ];
 
+/// Every fault point of overlays on the disks of an attached QEMU, in the order in which a protector, then `detach`, and
+/// last a restore pass them.
+pub const OVERLAY_POINTS: &[&str] = &[
+    "overlay.begin.recorded",
+    "overlay.begin.directory",
+    "overlay.create.file",
+    "overlay.create.opened",
+    "overlay.create.durable",
+    "overlay.mark.prepared",
+    "overlay.mark.marked",
+    "overlay.seal.sealed",
+    "overlay.merge.floor",
+    "overlay.merge.started",
+    "overlay.merge.merged",
+    "overlay.merge.recorded",
+    "overlay.merge.deleted",
+    "overlay.end.closed",
+    "overlay.end.copied",
+    "overlay.end.stopped",
+    "overlay.end.on-image",
+    "overlay.end.removed",
+    "overlay.restore.created",
+    "overlay.restore.recorded",
+];
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     /// Kill this process.
@@ -179,7 +204,10 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
-    debug_assert!(POINTS.contains(&name) || DOMAIN_POINTS.contains(&name), "fault point {name} is not listed");
+    debug_assert!(
+        [POINTS, DOMAIN_POINTS, OVERLAY_POINTS].iter().any(|points| points.contains(&name)),
+        "fault point {name} is not listed"
+    );
     let is_of = |vm: &str| source.or(destination).is_some_and(|vmm| name_of(vmm) == Some(vm));
     let is_here = |fault: &&SelectedFault| fault.point == name && fault.vm.as_deref().is_none_or(is_of);
     let Some(fault) = selected_fault().filter(is_here) else { return };

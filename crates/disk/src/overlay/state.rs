@@ -29,6 +29,9 @@ pub struct OverlayState {
     /// A seal has failed, so that it is unknown what is durable: nothing is sealed any more.
     #[serde(default)]
     pub seal_failed: bool,
+    /// The first mark may have taken place: until then the image has all writes, and the overlays have none.
+    #[serde(default = "may_be_marked_if_unrecorded")]
+    pub may_be_marked: bool,
     /// The QEMU process that the overlays are for. Only in this process is a device without overlays one whose
     /// overlays were merged; in any other it is on an image that is older than the disk.
     #[serde(default)]
@@ -36,6 +39,11 @@ pub struct OverlayState {
     /// Epochs that no checkpoint and no disk has any more, because a restore went back to an epoch before them.
     #[serde(default)]
     pub dead: Vec<DeadEpochs>,
+}
+
+/// States of earlier versions do not record it.
+fn may_be_marked_if_unrecorded() -> bool {
+    true
 }
 
 /// Epochs that a restore has discarded.
@@ -64,6 +72,7 @@ impl OverlayState {
             floor,
             merged,
             seal_failed: false,
+            may_be_marked: false,
             owner: String::new(),
             dead: Vec::new(),
         }

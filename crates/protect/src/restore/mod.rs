@@ -294,7 +294,8 @@ fn restore_in_new_qemu(
     let SlotResources { journal, fds } = slot.make(Kind::Restore)?;
     let mut handover = handover_into(slot, journal, recorder);
     handover.pass("restore.prepare.journalled");
-    overlays.create(&slot.binary.path)?;
+    overlays.create(&slot.rundir, &slot.binary.path)?;
+    handover.pass("overlay.restore.created");
     handover.recorder.step("make its place");
     let environment = OwnRunDir { rundir: &slot.rundir, hardware: &slot.state.hardware, binary: &slot.binary };
     let (input, empty) = thread::scope(|scope| {

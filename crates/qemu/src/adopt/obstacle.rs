@@ -2,6 +2,7 @@
 //! by QEMU's page tables; or its memory or a device cannot be read at all.
 
 use super::AdoptError;
+use crate::block::migration;
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::process::Process;
 use serde::{Deserialize, Serialize};
@@ -145,7 +146,8 @@ fn migration_blockers(migration: &Value) -> Vec<Obstacle> {
         let why = "QEMU cannot save all of its state: start it without that".into();
         Some(Obstacle { what: reason.as_str()?.trim().to_owned(), why })
     };
-    reasons.iter().filter_map(obstacle).collect()
+    let is_of_overlays = |reason: &&Value| reason.as_str().is_some_and(migration::is_forbidden_by_overlays);
+    reasons.iter().filter(|reason| !is_of_overlays(reason)).filter_map(obstacle).collect()
 }
 
 /// Parses lines such as `net0: index=0,type=vhost-user,chardev=c`. A line below its card begins with ` \ `.
@@ -178,6 +180,8 @@ mod tests {
         let obstacles = migration_blockers(&status);
         assert!(obstacles[0].what.contains("nvme"), "{obstacles:?}");
         assert!(migration_blockers(&json!({})).is_empty());
+        let overlays = "The vdi format used by node 'rekindle-detach-first' does not support live migration";
+        assert!(migration_blockers(&json!({"blocked-reasons": [overlays]})).is_empty());
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! |---|---|
 //! | [`graph`] | which nodes a device has, read from QEMU |
 //! | [`jobs`] | block jobs: waiting for their end, cancelling |
+//! | [`migration`] | rejecting migrations while a disk has overlays |
 //! | [`names`] | the names of nodes and jobs |
 //! | [`overlay`] | the steps above |
 //!
@@ -24,11 +25,13 @@
 
 pub mod graph;
 pub mod jobs;
+pub mod migration;
 pub mod names;
 pub mod overlay;
 
 use crate::qmp::QmpError;
 use crate::stopped::NotStopped;
+use std::io;
 use std::time::Duration;
 
 /// Why a step on a guest's disk failed.
@@ -66,6 +69,11 @@ pub enum BlockError {
         device: String,
         #[source]
         source: Box<BlockError>,
+    },
+    #[error("cannot make a file in memory")]
+    Memory {
+        #[source]
+        source: io::Error,
     },
     #[error(transparent)]
     NotStopped(#[from] NotStopped),

@@ -50,7 +50,9 @@ impl OverlayName {
         format!("rkf-{}", self.disk)
     }
 
-    pub(super) fn is_merge_filter(node: &str) -> bool {
+    /// Returns whether the node with this name is one that QEMU inserts while it merges.
+    #[must_use]
+    pub fn is_merge_filter(node: &str) -> bool {
         node.strip_prefix("rkf-").is_some_and(|disk| disk.parse::<u16>().is_ok())
     }
 }

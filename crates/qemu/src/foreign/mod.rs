@@ -127,7 +127,8 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
 
 /// Returns the node below Rekindle's overlays, if `node` is one: the disk that the command line gives the device.
 fn below_overlays(device: &str, node: String, qmp: &mut Qmp) -> Result<String, QmpError> {
-    if OverlayName::from_node(&node).is_none() {
+    // While a protector or `detach` that was killed has left a merge, its filter is on top.
+    if OverlayName::from_node(&node).is_none() && !OverlayName::is_merge_filter(&node) {
         return Ok(node);
     }
     match BlockGraph::read(qmp).and_then(|graph| graph.chain_of(device)) {

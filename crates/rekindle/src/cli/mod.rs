@@ -15,7 +15,7 @@ pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 pub use host::{Host, HostInit, HostSuspend};
 pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
-pub use protect::{DiskRule, Pager, Protect, Restore};
+pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};

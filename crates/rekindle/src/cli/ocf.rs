@@ -1,11 +1,8 @@
 //! Arguments of `rekindle ocf`, which the resource agent `ocf:rekindle:vm` calls.
 
 use super::moving::RemoteHost;
-use super::protect::DiskRule;
-use super::store::Tls;
+use super::protect::{CheckpointOptions, DiskRule};
 use clap::{Args, Subcommand, ValueEnum};
-use rekindle_protect::policy::Policy;
-use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
 use std::path::PathBuf;
 
@@ -88,33 +85,25 @@ pub struct OcfResource {
     /// Its definition [default: /etc/rekindle/NAME.toml].
     #[arg(long, value_name = "FILE")]
     pub definition: Option<PathBuf>,
-    /// Where its checkpoints are: a directory, or tls://HOST:PORT/NAME.
-    #[arg(long, value_name = "URL")]
-    pub store: StoreUrl,
     #[command(flatten)]
-    pub tls: Tls,
-    /// Time from one checkpoint to the next.
-    #[arg(long, default_value = "2s", value_name = "TIME")]
-    pub every: Span,
-    /// When pages are copied: basic, cow or precopy, as for `rekindle protect`.
-    #[arg(long, value_name = "POLICY")]
-    pub policy: Option<Policy>,
-    /// The number of checkpoints to keep.
-    #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub keep: u32,
-    /// Protect a VM although it writes to disks that Rekindle does not serve: after a restore they can be newer than
-    /// its memory.
-    #[arg(long, value_enum, value_name = "RULE")]
+    pub checkpoints: CheckpointOptions,
+    /// Protect a VM although it writes to disks that Rekindle does not serve (crash-consistent): after a restore they
+    /// can be newer than its memory.
+    #[arg(long, value_name = "RULE", value_parser = disk_rule)]
     pub disk: Option<DiskRule>,
-    /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
-    #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
-    pub disk_hook: Option<String>,
-    /// Hold network output until the checkpoint that covers it is committed, as for `rekindle protect`.
-    #[arg(long)]
-    pub output_commit: bool,
     /// The deadline for this command.
     #[arg(long, default_value = "20s", value_name = "TIME")]
     pub within: Span,
+}
+
+/// Parses a rule. Overlays need a QEMU that Rekindle did not start, and a resource's definition starts one.
+fn disk_rule(text: &str) -> Result<DiskRule, String> {
+    match DiskRule::from_str(text, false)? {
+        DiskRule::Overlays => Err("overlays are for an attached QEMU, which a resource is not; give its disks \
+            `server = true` in the definition, or use crash-consistent"
+            .into()),
+        rule @ DiskRule::CrashConsistent => Ok(rule),
+    }
 }
 
 #[derive(Debug, Args)]

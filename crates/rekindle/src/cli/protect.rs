@@ -7,20 +7,12 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
 use std::path::PathBuf;
 
+/// How checkpoints are taken: by `protect`, and by the protector of a cluster's resource.
 #[derive(Debug, Args)]
-pub struct Protect {
-    /// The VM.
-    pub name: Name,
+pub struct CheckpointOptions {
     /// The store for the checkpoints: a directory, or tls://HOST:PORT/NAME. `rekindle store init` creates one.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
-    /// Create the store if there is none.
-    #[arg(long)]
-    pub create_store: bool,
-    /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store,
-    /// unless there is a new one). The old checkpoints must not be restored later.
-    #[arg(long)]
-    pub abandon_old_checkpoints: bool,
     #[command(flatten)]
     pub tls: Tls,
     /// Time from one checkpoint to the next.
@@ -33,6 +25,28 @@ pub struct Protect {
     /// The number of checkpoints to keep.
     #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
+    /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
+    #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
+    pub disk_hook: Option<String>,
+    /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes,
+    /// but each answer of the guest is delayed.
+    #[arg(long)]
+    pub output_commit: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Protect {
+    /// The VM.
+    pub name: Name,
+    /// Create the store if there is none.
+    #[arg(long)]
+    pub create_store: bool,
+    /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store,
+    /// unless there is a new one). The old checkpoints must not be restored later.
+    #[arg(long)]
+    pub abandon_old_checkpoints: bool,
+    #[command(flatten)]
+    pub checkpoints: CheckpointOptions,
     /// Warn when the newest checkpoint is older than this.
     #[arg(long, value_name = "TIME")]
     pub max_lag: Option<Span>,
@@ -42,16 +56,9 @@ pub struct Protect {
     /// The directory for the overlays of --disk overlays [default: IMAGE.rekindle next to each image].
     #[arg(long, value_name = "DIR", requires = "disk")]
     pub overlay_dir: Option<PathBuf>,
-    /// A command that takes a snapshot of the disks; it runs while the guest is stopped.
-    #[arg(long, value_name = "COMMAND", conflicts_with = "disk")]
-    pub disk_hook: Option<String>,
     /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU, except overlays.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// Hold network output until the checkpoint that covers it is committed: clients never see what a fail-over undoes,
-    /// but each answer of the guest is delayed.
-    #[arg(long)]
-    pub output_commit: bool,
     /// At the end, compare all of the guest's memory with the newest checkpoint while the guest is stopped (takes
     /// seconds per GiB).
     #[arg(long, requires = "count")]

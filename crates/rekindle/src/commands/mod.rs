@@ -1,9 +1,8 @@
 //! The commands, one file for each group, and what they share.
 
-use crate::cli::{DiskRule, RebootMethod};
+use crate::cli::RebootMethod;
 use crate::output::Usage;
 use anyhow::Result;
-use rekindle_protect::protector::DiskPolicy;
 use rekindle_reboot::vmm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
@@ -58,20 +57,6 @@ fn reboot_method(argument: RebootMethod) -> vmm::RebootMethod {
         RebootMethod::Warm => vmm::RebootMethod::Warm,
         RebootMethod::Saved => vmm::RebootMethod::Saved,
         RebootMethod::Cold => vmm::RebootMethod::Cold,
-    }
-}
-
-/// Returns how `protect` treats disks that Rekindle does not serve.
-fn disk_policy(
-    hook: Option<&String>,
-    rule: Option<DiskRule>,
-    overlay_parent: Option<&std::path::PathBuf>,
-) -> DiskPolicy {
-    match (hook, rule) {
-        (Some(command), _) => DiskPolicy::Hook(command.clone()),
-        (None, Some(DiskRule::Overlays)) => DiskPolicy::Overlays { parent: overlay_parent.cloned() },
-        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
-        (None, None) => DiskPolicy::Refuse,
     }
 }
 

@@ -2,11 +2,12 @@
 
 use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
-use super::store::identity;
-use super::{disk_policy, moving};
-use crate::cli::{DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
+use super::moving;
+use super::protect::protect_settings;
+use crate::cli::{CheckpointOptions, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 use crate::output::Output;
 use anyhow::Result;
+use clap::ValueEnum;
 use rekindle_cluster::config::{Utilization, configuration_commands};
 use rekindle_cluster::migrate;
 use rekindle_cluster::monitor::{self, Verdict};
@@ -16,7 +17,6 @@ use rekindle_cluster::stop;
 use rekindle_life::stop::{Stoppable, stoppable};
 use rekindle_protect::moving::MoveEvent;
 use rekindle_protect::moving::source::check;
-use rekindle_protect::protector::ProtectSettings;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -40,21 +40,7 @@ fn definition_path(arguments: &OcfResource) -> PathBuf {
 }
 
 fn resource(arguments: &OcfResource) -> Resource {
-    let protect = ProtectSettings {
-        store: arguments.store.clone(),
-        identity: identity(&arguments.tls),
-        every: arguments.every.as_duration(),
-        policy: arguments.policy,
-        keep: arguments.keep,
-        max_lag: None,
-        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk, None),
-        count: None,
-        output_commit: arguments.output_commit,
-        compare: false,
-        stay: false,
-        create_store: false,
-        abandon_old: false,
-    };
+    let protect = protect_settings(&arguments.checkpoints, arguments.disk, None);
     Resource { name: arguments.name.clone(), definition: definition_path(arguments), protect }
 }
 
@@ -155,26 +141,20 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     // node.
     let definition = Definition::load(&file)?;
     let path = |path: &PathBuf| path.display().to_string();
-    let mut parameters = vec![("store", arguments.store.to_string())];
-    let tls = [("cert", &arguments.tls.cert), ("key", &arguments.tls.key), ("ca", &arguments.tls.ca)];
+    let CheckpointOptions { store, tls, every, policy, keep, disk_hook, output_commit } = &arguments.checkpoints;
+    let mut parameters = vec![("store", store.to_string())];
+    let tls = [("cert", &tls.cert), ("key", &tls.key), ("ca", &tls.ca)];
     parameters.extend(tls.into_iter().filter_map(|(key, value)| Some((key, path(value.as_ref()?)))));
-    parameters.push(("every", arguments.every.to_string()));
-    parameters.push(("keep", arguments.keep.to_string()));
-    parameters.extend(arguments.policy.map(|policy| ("policy", policy.to_string())));
-    parameters.extend(arguments.disk.map(|rule| ("disk", disk_rule_name(rule).to_owned())));
-    parameters.extend(arguments.disk_hook.clone().map(|command| ("disk_hook", command)));
-    parameters.extend(arguments.output_commit.then(|| ("output_commit", "true".to_owned())));
+    parameters.push(("every", every.to_string()));
+    parameters.push(("keep", keep.to_string()));
+    parameters.extend(policy.map(|policy| ("policy", policy.to_string())));
+    parameters.extend(arguments.disk.and_then(|rule| Some(("disk", rule.to_possible_value()?.get_name().to_owned()))));
+    parameters.extend(disk_hook.clone().map(|command| ("disk_hook", command)));
+    parameters.extend(output_commit.then(|| ("output_commit", "true".to_owned())));
     let utilization = Utilization::of(&definition);
     output.result(
         &utilization,
         configuration_commands(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters),
     )?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn disk_rule_name(rule: DiskRule) -> &'static str {
-    match rule {
-        DiskRule::CrashConsistent => "crash-consistent",
-        DiskRule::Overlays => "overlays",
-    }
 }

@@ -1,32 +1,50 @@
 //! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
+use super::interrupts;
 use super::store::identity;
-use super::{disk_policy, interrupts};
-use crate::cli::{NameOnly, Protect};
+use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
-use rekindle_protect::protector::{ProtectSettings, StopReason, protect as run};
+use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
+use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// Returns the settings of a protector that runs until it is interrupted, with disks as `rule` requires.
+pub(super) fn protect_settings(
+    options: &CheckpointOptions,
+    rule: Option<DiskRule>,
+    overlay_parent: Option<&PathBuf>,
+) -> ProtectSettings {
+    ProtectSettings {
+        store: options.store.clone(),
+        identity: identity(&options.tls),
+        every: options.every.as_duration(),
+        policy: options.policy,
+        keep: options.keep,
+        max_lag: None,
+        disks: disk_policy(options.disk_hook.as_ref(), rule, overlay_parent),
+        count: None,
+        output_commit: options.output_commit,
+        compare: false,
+        stay: false,
+        create_store: false,
+        abandon_old: false,
+    }
+}
 
 pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let host = Host::open()?;
     let settings = ProtectSettings {
-        store: arguments.store.clone(),
-        identity: identity(&arguments.tls),
-        every: arguments.every.as_duration(),
-        policy: arguments.policy,
-        keep: arguments.keep,
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
-        disks: disk_policy(arguments.disk_hook.as_ref(), arguments.disk, arguments.overlay_dir.as_ref()),
         count: arguments.count,
-        output_commit: arguments.output_commit,
         compare: arguments.compare,
         stay: arguments.stay,
         create_store: arguments.create_store,
         abandon_old: arguments.abandon_old_checkpoints,
+        ..protect_settings(&arguments.checkpoints, arguments.disk, arguments.overlay_dir.as_ref())
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
@@ -54,6 +72,16 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     };
     output.result(&summary, format!("{name}: {} checkpoints; {why}{output_note}", summary.checkpoints))?;
     Ok(if summary.ended == StopReason::QemuEnded || wrong_pages > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Returns how `protect` treats disks that Rekindle does not serve.
+fn disk_policy(hook: Option<&String>, rule: Option<DiskRule>, overlay_parent: Option<&PathBuf>) -> DiskPolicy {
+    match (hook, rule) {
+        (Some(command), _) => DiskPolicy::Hook(command.clone()),
+        (None, Some(DiskRule::Overlays)) => DiskPolicy::Overlays { parent: overlay_parent.cloned() },
+        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
+        (None, None) => DiskPolicy::Refuse,
+    }
 }
 
 pub fn release(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {

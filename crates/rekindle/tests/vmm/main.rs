@@ -11,6 +11,7 @@ mod generation;
 mod helpers;
 mod hugepages;
 mod kills;
+mod overlay_faults;
 mod overlays;
 mod processes;
 mod replace;

@@ -5,7 +5,7 @@
 
 use super::attach::{ForeignGuest, attach, protect};
 use crate::common::protector::{self, Protector, crash, restore, wait_filled};
-use crate::common::{Guest, Lab, qemu_new, qemu_old};
+use crate::common::{Guest, Lab, qemu_new, qemu_newest, qemu_old};
 use rekindle_qemu::block::graph::BlockGraph;
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -14,17 +14,17 @@ use std::process::Command;
 
 const DISK_BYTES: u64 = 64 << 20;
 /// Blocks of 4 KiB that the guest writes.
-const BLOCKS: u64 = 256;
-const DEVICE: &str = "/machine/peripheral/disk0/virtio-backend";
+pub(super) const BLOCKS: u64 = 256;
+pub(super) const DEVICE: &str = "/machine/peripheral/disk0/virtio-backend";
 
 /// The image of the guest's disk.
-struct Disk {
-    image: PathBuf,
+pub(super) struct Disk {
+    pub image: PathBuf,
     format: &'static str,
 }
 
 impl Disk {
-    fn create(lab: &Lab, format: &'static str) -> Self {
+    pub fn create(lab: &Lab, format: &'static str) -> Self {
         let image = lab.path("disk.image");
         let (size, path) = (DISK_BYTES.to_string(), image.to_str().unwrap());
         let created = Command::new("qemu-img").args(["create", "-q", "-f", format, path, &size]).status().unwrap();
@@ -32,11 +32,11 @@ impl Disk {
         Self { image, format }
     }
 
-    fn overlays(&self) -> PathBuf {
+    pub fn overlays(&self) -> PathBuf {
         self.image.with_file_name("disk.image.rekindle")
     }
 
-    fn boot<'a>(&self, lab: &'a Lab, binary: &Path) -> ForeignGuest<'a> {
+    pub fn boot<'a>(&self, lab: &'a Lab, binary: &Path) -> ForeignGuest<'a> {
         let file = json!({"driver": "file", "filename": self.image, "node-name": "file0"}).to_string();
         let format = json!({"driver": self.format, "file": "file0", "node-name": "disk0-format"}).to_string();
         let arguments = ["-machine", "q35,smm=off", "-m", "192M", "-blockdev", &file, "-blockdev", &format];
@@ -45,25 +45,33 @@ impl Disk {
     }
 }
 
-fn write(guest: &Guest<'_>, seed: u64) {
+pub(super) fn write(guest: &Guest<'_>, seed: u64) {
     guest.ask(&format!("write vda 0 {BLOCKS} {seed}"));
 }
 
-fn read(guest: &Guest<'_>) -> String {
+pub(super) fn read(guest: &Guest<'_>) -> String {
     guest.ask(&format!("read vda 0 {BLOCKS}"))
 }
 
 /// Asserts that the blocks in the guest's memory and those on its disk have this digest.
 #[track_caller]
-fn assert_disk_agrees(guest: &Guest<'_>, expected: &str) {
+pub(super) fn assert_disk_agrees(guest: &Guest<'_>, expected: &str) {
     assert_eq!(read(guest), expected, "the guest's memory");
     guest.ask("drop-caches");
     assert_eq!(read(guest), expected, "the guest's disk");
 }
 
-fn overlay_files(disk: &Disk) -> usize {
+pub(super) fn overlay_files(disk: &Disk) -> usize {
     let files = fs::read_dir(disk.overlays()).unwrap().map(|entry| entry.unwrap().file_name());
     files.filter(|name| name.to_string_lossy().starts_with("epoch-")).count()
+}
+
+/// Returns what the guest answers to [`read`] with this raw image.
+pub(super) fn image_digest(image: &Path) -> String {
+    let content = fs::read(image).unwrap();
+    let bytes = &content[..(BLOCKS * 4096) as usize];
+    let mix = |digest: u64, byte: &u8| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    format!("{:016x}", bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, mix))
 }
 
 /// Restores the guest after it has written without a checkpoint, twice, and protects it further.
@@ -144,15 +152,52 @@ fn detach_merges_everything_and_removes_the_overlays() {
     drop(qmp);
     assert_disk_agrees(guest, &expected);
     // The image alone is the disk again.
-    let content = fs::read(&disk.image).unwrap();
-    let bytes = &content[..(BLOCKS * 4096) as usize];
-    let digest = bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
-    assert_eq!(format!("{digest:016x}"), expected);
+    assert_eq!(image_digest(&disk.image), expected);
     // Its checkpoints have no disk any more.
     attach(&lab, &foreign);
     assert_eq!(protect(&lab, "foreign", &store, &protected).len(), 3);
+}
+
+/// Asserts that QEMU saves the guest, or rejects that because its disk has overlays.
+#[track_caller]
+fn assert_is_saved(foreign: &ForeignGuest<'_>, is_saved: bool) {
+    let mut qmp = foreign.qemu.qmp();
+    let status: Value = qmp.execute("query-migrate", ()).unwrap();
+    let saved = qmp.execute::<Value>("migrate", json!({"uri": "exec:cat >/dev/null"})).map_err(|e| e.to_string());
+    if is_saved {
+        assert_eq!(status.get("blocked-reasons"), None);
+        saved.unwrap();
+        qmp.execute::<Value>("migrate_cancel", ()).unwrap();
+        return;
+    }
+    let error = saved.unwrap_err();
+    assert!(error.contains("rekindle-detach-first"), "{error}");
+    let internal = qmp.human("savevm s1").unwrap();
+    assert!(internal.contains("rekindle-detach-first"), "{internal}");
+}
+
+fn other_programs_cannot_save(binary: &Path) {
+    let lab = Lab::without_root();
+    let disk = Disk::create(&lab, "qcow2");
+    let foreign = disk.boot(&lab, binary);
+    attach(&lab, &foreign);
+    let store = lab.path("store");
+    for _ in 0..2 {
+        protect(&lab, "foreign", &store, &["--disk", "overlays", "--count", "1"]);
+        assert_is_saved(&foreign, false);
+    }
+    lab.rekindle(["detach", "foreign"]).ok();
+    assert_is_saved(&foreign, true);
+}
+
+#[test]
+fn a_guest_on_overlays_is_saved_by_no_other_program_with_qemu_7() {
+    other_programs_cannot_save(qemu_old());
+}
+
+#[test]
+fn a_guest_on_overlays_is_saved_by_no_other_program_with_qemu_11() {
+    other_programs_cannot_save(qemu_newest());
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
 
-use super::record::{RecordedDisk, has_open};
+use super::record::{RecordedDisk, has_open, running_owner};
 use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, overlay_name, owner_of};
+use crate::fault;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
@@ -66,12 +67,18 @@ impl OverlayDisk {
         let owner = owner_of(vmm)?;
         let image = recorded.image.to_string_lossy().into_owned();
         let state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
-        let directory = match OverlayDirectory::open(files_of(&recorded))? {
-            None => OverlayDirectory::create(files_of(&recorded), state)?,
-            Some(_) => return Err(other_qemu(&recorded)),
-        };
+        if let Some(directory) = OverlayDirectory::open(files_of(&recorded))? {
+            let OverlayState { may_be_marked, owner, .. } = directory.state();
+            if *may_be_marked || running_owner(owner)?.is_some() {
+                return Err(other_qemu(&recorded));
+            }
+            // Its QEMU has ended before the first mark.
+            directory.destroy()?;
+        }
+        let directory = OverlayDirectory::create(files_of(&recorded), state)?;
         let path = &recorded.directory;
         fs::set_permissions(path, Permissions::from_mode(DIRECTORY_MODE)).map_err(OverlayDisksError::io(path))?;
+        fault::point("overlay.begin.directory", Some(vmm), None);
         Ok(Self { recorded, directory, vmm: vmm.clone(), committed: 0, created: None, prepared: None, ending: None })
     }
 
@@ -96,6 +103,11 @@ impl OverlayDisk {
         // An end, or the preparation of the first mark, was interrupted in this QEMU.
         disk.finish_end(qmp)?;
         Ok(None)
+    }
+
+    /// Passes a fault point.
+    pub fn pass(&self, point: &'static str) {
+        fault::point(point, Some(&self.vmm), None);
     }
 
     pub fn number(&self) -> u16 {
@@ -190,6 +202,9 @@ impl OverlayDisk {
         let found = self.found(qmp)?;
         let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
         let epoch = found.check_mark(self.directory.state()).map_err(not_ready)?;
+        if !self.directory.state().may_be_marked {
+            self.directory.record(|state| state.may_be_marked = true)?;
+        }
         let graph = BlockGraph::read(qmp)?;
         let chain = self.checked_chain(&graph)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
@@ -235,16 +250,26 @@ impl OverlayDisk {
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
                 }
                 self.sync_image()?;
-                Ok(self.directory.record(|state| state.merged = state.merged.max(up_to))?)
+                self.directory.record(|state| state.merged = state.merged.max(up_to))?;
+                self.pass("overlay.merge.recorded");
+                Ok(())
             }
             OverlayStep::Delete { epoch } => {
                 overlay::remove_unused(qmp, overlay_name(self.number(), epoch))?;
-                Ok(self.directory.remove_overlay(epoch)?)
+                self.directory.remove_overlay(epoch)?;
+                self.pass("overlay.merge.deleted");
+                Ok(())
             }
-            OverlayStep::RaiseFloor { to } => Ok(self.directory.record(|state| state.floor = state.floor.max(to))?),
+            OverlayStep::RaiseFloor { to } => {
+                self.directory.record(|state| state.floor = state.floor.max(to))?;
+                self.pass("overlay.merge.floor");
+                Ok(())
+            }
             OverlayStep::Merge { up_to } => {
                 let chain = self.chain_now(qmp)?;
-                Ok(overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?)
+                overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?;
+                self.pass("overlay.merge.started");
+                Ok(())
             }
             OverlayStep::Create { epoch } => self.create(qmp, epoch),
             // `adopt` has resolved what an earlier process has left, so another program has changed the disk.
@@ -265,20 +290,25 @@ impl OverlayDisk {
         overlay::remove_unused(qmp, name)?;
         let path = self.directory.create_overlay(epoch)?;
         give_to_user_of(&self.vmm, &path)?;
+        self.pass("overlay.create.file");
         overlay::create(qmp, &chain, name, &path)?;
         if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
             overlay::remove_unused(qmp, name)?;
             let why = format!("QEMU does not see {} there", path.display());
             return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
         }
+        self.pass("overlay.create.opened");
         self.directory.make_durable(epoch)?;
         self.created = Some(epoch);
+        self.pass("overlay.create.durable");
         Ok(())
     }
 
     fn finish_merge(&self, qmp: &mut Qmp, up_to: u64, timeout: Duration) -> Result<(), OverlayDisksError> {
         let chain = self.chain_now(qmp)?;
-        Ok(overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?)
+        overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?;
+        self.pass("overlay.merge.merged");
+        Ok(())
     }
 
     /// Waits a moment for a merge, then cancels it.
@@ -317,7 +347,9 @@ impl OverlayDisk {
     pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
         let Some(epoch) = self.of_this_disk(marked).map(|epoch| epoch.id.epoch) else { return Ok(()) };
         let image = self.recorded.image.clone();
-        Ok(self.directory.seal(epoch, || File::open(&image)?.sync_data())?)
+        self.directory.seal(epoch, || File::open(&image)?.sync_data())?;
+        self.pass("overlay.seal.sealed");
+        Ok(())
     }
 
     /// Copies all overlays into the image while the guest runs.
@@ -327,8 +359,10 @@ impl OverlayDisk {
         }
         self.remove_prepared_nodes(qmp)?;
         self.directory.close()?;
+        self.pass("overlay.end.closed");
         let chain = self.chain_now(qmp)?;
         overlay::prepare_end(qmp, &chain, END_TIMEOUT)?;
+        self.pass("overlay.end.copied");
         self.ending = Some(chain);
         Ok(())
     }
@@ -349,11 +383,13 @@ impl OverlayDisk {
         let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
         nodes.into_iter().try_for_each(|name| overlay::remove_unused(qmp, name))?;
         self.sync_image()?;
+        self.pass("overlay.end.on-image");
         match self.directory.destroy() {
             // Another program's file stays, in a directory without a state.
             Err(e @ OverlayError::Occupied { .. }) => tracing::warn!("{e}"),
             destroyed => destroyed?,
         }
+        fault::point("overlay.end.removed", Some(&self.vmm), None);
         Ok(())
     }
 }

@@ -25,7 +25,9 @@ mod record;
 mod restore;
 
 pub use restore::RestoredOverlays;
+pub(crate) use restore::remove_fresh;
 
+use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};
 use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
@@ -34,6 +36,7 @@ use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::plan::MarkObstacle;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
+use rekindle_qemu::block::migration;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::command::ForeignMachine;
@@ -146,7 +149,11 @@ impl OverlayDisks {
         for recorded in record.disks {
             disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
         }
-        Ok((!disks.is_empty()).then_some(Self { disks }))
+        if disks.is_empty() {
+            migration::permit(qmp)?;
+            return Ok(None);
+        }
+        Ok(Some(Self { disks }))
     }
 
     /// As [`OverlayDisks::adopt`], and begins overlays for all writable disks that have none. Directories are made next
@@ -168,9 +175,12 @@ impl OverlayDisks {
             _ => {
                 let record = OverlayRecord::plan(qmp, vmm, machine, vm, parent)?;
                 record.write(rundir)?;
+                fault::point("overlay.begin.recorded", Some(vmm), None);
                 record
             }
         };
+        // On its images alone, a guest that another program migrates or saves would have older disks than its memory.
+        migration::forbid(qmp)?;
         let mut disks = adopted.map(|adopted| adopted.disks).unwrap_or_default();
         for recorded in record.disks {
             if !disks.iter().any(|disk| disk.number() == recorded.number) {
@@ -210,7 +220,9 @@ impl OverlayDisks {
         let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
         let marks = marks.ok_or_else(not_ready)?;
         if !marks.is_empty() {
+            self.pass("overlay.mark.prepared");
             overlay::mark(stopped, &marks)?;
+            self.pass("overlay.mark.marked");
         }
         Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
     }
@@ -254,6 +266,7 @@ impl OverlayDisks {
             fs::write(&mark, []).map_err(OverlayDisksError::io(&mark))?;
             guest::stop(qmp)?;
         }
+        self.pass("overlay.end.stopped");
         let ended = self.end_stopped(qmp);
         let must_stay_stopped = matches!(
             ended,
@@ -267,7 +280,15 @@ impl OverlayDisks {
             ignore_missing(fs::remove_file(&mark)).map_err(OverlayDisksError::io(&mark))?;
         }
         ended?;
+        migration::permit(qmp)?;
         OverlayRecord::remove(rundir)
+    }
+
+    /// Passes a fault point.
+    fn pass(&self, point: &'static str) {
+        if let Some(disk) = self.disks.first() {
+            disk.pass(point);
+        }
     }
 
     fn end_stopped(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {

@@ -2,6 +2,7 @@
 
 use super::OverlayDisksError;
 use crate::rundir::{RunDir, ignore_missing, write_json};
+use rekindle_kernel::process::Process;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
 use rekindle_qemu::command::ForeignMachine;
 use rekindle_qemu::qmp::Qmp;
@@ -44,9 +45,21 @@ pub(super) fn owner_of(vmm: &Vmm) -> Result<String, OverlayDisksError> {
 }
 
 /// Returns the id of this boot of the host.
-pub(super) fn boot_id() -> Result<String, OverlayDisksError> {
+fn boot_id() -> Result<String, OverlayDisksError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
     Ok(fs::read_to_string(path).map_err(OverlayDisksError::io(path))?.trim().to_owned())
+}
+
+/// Returns the QEMU that the overlays are for, if it still runs on this host.
+pub(super) fn running_owner(owner: &str) -> Result<Option<u32>, OverlayDisksError> {
+    let mut words = owner.split(' ');
+    let (Some(boot), Some(Ok(pid)), Some(Ok(started))) =
+        (words.next(), words.next().map(str::parse), words.next().map(str::parse))
+    else {
+        return Ok(None);
+    };
+    let process = Process { pid, started };
+    Ok((boot_id()? == boot && process.is_alive()).then_some(pid))
 }
 
 fn path(rundir: &RunDir) -> PathBuf {

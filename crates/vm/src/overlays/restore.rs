@@ -5,21 +5,28 @@
 //!                                └── a failure: dropped; the fresh files are removed, nothing else has changed
 //! ```
 //!
+//! `fresh-overlays.json` in the run directory names the fresh files before they are made, until the guest is about to
+//! run. So the recovery of a restore that was killed removes them, too.
+//!
 //! The files of the checkpoint are not written, so a restore can be repeated until the restored guest's first
 //! checkpoint is committed.
 
-use super::record::{OverlayRecord, RecordedDisk, owner_of};
+use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
 use super::{OverlayDisksError, OverlayEpoch, overlay_name};
-use crate::rundir::RunDir;
+use crate::fault;
+use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::overlay::state::OverlayState;
 use rekindle_disk::redo::files::LocalFiles;
-use rekindle_kernel::process::Process;
 use rekindle_qemu::command::{DiskOverlays, OverlayFile};
 use rekindle_qemu::vmm::Vmm;
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use uuid::Uuid;
 
 /// The claimed disks of a checkpoint. On drop, the fresh overlays are removed, unless the guest may run on them.
 #[derive(Debug)]
@@ -57,7 +64,11 @@ impl RestoredOverlays {
     ///
     /// # Errors
     /// If a file cannot be made.
-    pub fn create(&mut self, qemu: &Path) -> Result<(), OverlayDisksError> {
+    pub fn create(&mut self, rundir: &RunDir, qemu: &Path) -> Result<(), OverlayDisksError> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        self.name_fresh(rundir, None)?;
         let sibling = qemu.with_file_name("qemu-img");
         let qemu_img = if sibling.exists() { sibling } else { PathBuf::from("qemu-img") };
         self.disks.iter_mut().try_for_each(|disk| disk.create(&qemu_img))
@@ -74,12 +85,63 @@ impl RestoredOverlays {
         }
         OverlayRecord { disks: self.disks.iter().map(RestoredDisk::recorded).collect() }.write(rundir)?;
         let owner = owner_of(vmm)?;
+        self.name_fresh(rundir, Some(&owner))?;
         for disk in &mut self.disks {
             disk.is_fresh_needed = true;
             let (epoch, fresh) = (disk.at.id.epoch, disk.fresh);
             disk.directory.record(|state| state.restart_at(epoch, fresh, owner.clone()))?;
         }
-        Ok(())
+        fault::point("overlay.restore.recorded", None, Some(vmm));
+        let path = fresh_path(rundir);
+        ignore_missing(fs::remove_file(&path)).map_err(OverlayDisksError::io(&path))
+    }
+
+    /// Records which files are fresh. `owner`: the QEMU that the overlays are about to be for.
+    fn name_fresh(&self, rundir: &RunDir, owner: Option<&str>) -> Result<(), OverlayDisksError> {
+        let fresh: Vec<FreshOverlay> = self.disks.iter().map(|disk| disk.fresh(owner)).collect();
+        write_json(&fresh_path(rundir), &fresh).map_err(OverlayDisksError::io(&fresh_path(rundir)))
+    }
+}
+
+/// An overlay that was made for a restored guest which has not run yet.
+#[derive(Debug, Serialize, Deserialize)]
+struct FreshOverlay {
+    directory: PathBuf,
+    /// The disk's identity as long as it has overlays.
+    disk: Uuid,
+    epoch: u64,
+    /// The overlays are for one of these until another restore resumes its guest, which may have a file of this epoch.
+    owners: Vec<String>,
+}
+
+fn fresh_path(rundir: &RunDir) -> PathBuf {
+    rundir.file("fresh-overlays.json")
+}
+
+/// Removes the overlays of a restore that has ended before its guest could run. Its QEMU has ended.
+pub(crate) fn remove_fresh(rundir: &RunDir) {
+    let Ok(text) = fs::read(fresh_path(rundir)) else { return };
+    let removed = serde_json::from_slice::<Vec<FreshOverlay>>(&text)
+        .map_err(|e| OverlayDisksError::io(&fresh_path(rundir))(e.into()))
+        .and_then(|overlays| overlays.iter().try_for_each(FreshOverlay::remove));
+    // The next restore marks such a file as discarded, and the protector after it removes it.
+    if let Err(e) = removed {
+        tracing::warn!(error = &e as &dyn std::error::Error, "cannot remove an overlay that was made for a restore");
+    }
+}
+
+impl FreshOverlay {
+    fn remove(&self) -> Result<(), OverlayDisksError> {
+        let directory = match OverlayDirectory::open(LocalFiles::new(&self.directory, false)) {
+            // The restore itself removes it, or another one uses the disk.
+            Err(OverlayError::InUse { .. }) => return Ok(()),
+            opened => opened?,
+        };
+        let is_same = |state: &OverlayState| state.disk == self.disk && self.owners.contains(&state.owner);
+        match directory.filter(|directory| is_same(directory.state())) {
+            Some(directory) if directory.epochs()?.contains(&self.epoch) => Ok(directory.remove_overlay(self.epoch)?),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -98,6 +160,11 @@ impl RestoredDisk {
         let below = directory.overlays_of(at.id.epoch)?;
         let fresh = directory.unused_epoch()?;
         Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false })
+    }
+
+    fn fresh(&self, owner: Option<&str>) -> FreshOverlay {
+        let owners = [self.directory.state().owner.as_str()].into_iter().chain(owner).map(str::to_owned).collect();
+        FreshOverlay { directory: self.directory.path().to_owned(), disk: self.at.id.disk, epoch: self.fresh, owners }
     }
 
     fn for_qemu(&self) -> DiskOverlays {
@@ -141,16 +208,4 @@ impl Drop for RestoredDisk {
             tracing::warn!("cannot remove an overlay that was made for a restore: {e}");
         }
     }
-}
-
-/// Returns the QEMU that the overlays are for, if it still runs on this host.
-fn running_owner(owner: &str) -> Result<Option<u32>, OverlayDisksError> {
-    let mut words = owner.split(' ');
-    let (Some(boot_id), Some(Ok(pid)), Some(Ok(started))) =
-        (words.next(), words.next().map(str::parse), words.next().map(str::parse))
-    else {
-        return Ok(None);
-    };
-    let process = Process { pid, started };
-    Ok((super::record::boot_id()? == boot_id && process.is_alive()).then_some(pid))
 }
