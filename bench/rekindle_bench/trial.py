@@ -27,7 +27,14 @@ _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
 
 PLANS: dict[str, Any] = {
     "cluster": cluster.Plan(
-        failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
+        failovers=1,
+        random_faults=1,
+        output_commit_faults=1,
+        control_kills=1,
+        output_rounds=1,
+        output_intervals_s=(0.2,),
+        round_trip_window_s=1.0,
+        throughput_window_s=1.0,
     ),
     "restore": restore.Plan(
         ways_by_mib={256: {"lazy": 1, "eager": 1, "incoming": 1}},

@@ -52,7 +52,7 @@ def draw(records: Sequence[Record], path: Path, *, title: str = "", same_time: b
         handles.append(plt.Rectangle((0, 0), 1, 1, **GUEST_STOPPED_STYLE))
         figure.legend(handles, [*phase_names, "guest stopped"], loc="outside lower center", ncols=len(handles))
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        style.title(figure, title)
     style.save(figure, path)
 
 

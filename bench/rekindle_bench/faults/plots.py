@@ -35,7 +35,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     axes.set_xlabel("runs in which the guest read a block that is not on the disk (%)")
     axes.grid(axis="x")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle("Faults and the warm cache (the paper's figures 14 and 15)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Faults and the warm cache (the paper's figures 14 and 15)")
     style.save(figure, folder / "faults-figure15.png")
     return ["faults-figure15.png"]
 

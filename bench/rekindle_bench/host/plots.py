@@ -61,7 +61,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         axes.set_xlabel("number of guests")
         axes.set_ylabel("downtime of the last guest (s; median, bar to p95)")
         axes.legend()
-        figure.suptitle("What a client sees (the paper's figure 7)", x=0.01, ha="left", fontweight="bold")
+        style.title(figure, "What a client sees (the paper's figure 7)")
         style.save(figure, folder / "host-figure7.png")
         names.append("host-figure7.png")
     return names
@@ -114,7 +114,7 @@ def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: 
     style.logarithmic_ms(panels[0], [value for value in drawn if value > 0])
     panels[0].set_ylabel("time (median; bar to p95)")
     panels[0].legend()
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    style.title(figure, title)
     style.save(figure, path)
 
 
@@ -142,7 +142,5 @@ def breakdown(records: Sequence[dict[str, Any]], path: Path) -> None:
     panels[-1][0].set_xlabel("time since the command (s)")
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(
-        "A guest's service while its host is rebooted (the paper's figure 8)", x=0.01, ha="left", fontweight="bold"
-    )
+    style.title(figure, "A guest's service while its host is rebooted (the paper's figure 8)")
     style.save(figure, path)

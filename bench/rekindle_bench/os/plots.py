@@ -49,6 +49,6 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         axes.set_title(guest)
     all_axes[-1, 0].set_xlabel("s without an answer (medians of the stages)")
     style.shared_legend(figure, all_axes.flat, order=(JUMP, *STAGES, REST), ncols=4)
-    figure.suptitle("Rebooting a guest's system, by stages", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Rebooting a guest's system, by stages")
     style.save(figure, folder / "os-stages.png")
     return ["os-stages.png"]

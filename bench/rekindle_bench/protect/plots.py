@@ -58,7 +58,7 @@ def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
     axes.set_ylabel("guest-stopped time (median)")
     axes.set_xlabel("guest RAM")
     figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle("A checkpoint, or a save, of a guest that compiles", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "A checkpoint, or a save, of a guest that compiles")
     style.save(figure, folder / "protect-pause.png")
     return "protect-pause.png"
 
@@ -79,7 +79,7 @@ def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
     axes.set_ylabel("mean pause")
     axes.set_xlabel("configured interval")
     figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle("Pause by policy and interval (the paper's figure 2)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Pause by policy and interval (the paper's figure 2)")
     style.save(figure, folder / "protect-figure2.png")
     return "protect-figure2.png"
 
@@ -104,7 +104,7 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
         grid[0][column].set_title(workload)
         grid[1][column].set_xlabel("configured interval")
     style.shared_legend(figure, grid.flat, ncols=5)
-    figure.suptitle("Overhead and level of protection (the paper's figure 3)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Overhead and level of protection (the paper's figure 3)")
     style.save(figure, folder / "protect-figure3.png")
     return "protect-figure3.png"
 

@@ -34,6 +34,6 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     axes.set_xlabel("ms from the command to the guest's running (medians)")
     axes.grid(axis="x")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle("A guest resumes (the paper's figure 4)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "A guest resumes (the paper's figure 4)")
     style.save(figure, folder / "restore-figure4.png")
     return ["restore-figure4.png"]

@@ -48,7 +48,7 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
 
 def _finish(figure: plt.Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
     style.shared_legend(figure, panels, order=HOWS, ncols=len(HOWS))
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    style.title(figure, title)
     style.save(figure, path)
 
 

@@ -42,9 +42,7 @@ def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
         axes.set_title(f"{what}, {int(block)} bytes\n({on}, {limit})", fontsize=9)
     all_axes[0][0].set_ylabel("MB/s (medians)")
     style.shared_legend(figure, all_axes.flat, ncols=4)
-    figure.suptitle(
-        "A file through a reboot (the paper's figures 5 to 7, 11, 12)", x=0.01, ha="left", fontweight="bold"
-    )
+    style.title(figure, "A file through a reboot (the paper's figures 5 to 7, 11, 12)")
     style.save(figure, folder / "warm-cache-files.png")
     return "warm-cache-files.png"
 
@@ -64,6 +62,6 @@ def _web(frame: pd.DataFrame, folder: Path) -> str | None:
     axes.set_xlabel("s: before 0 until the reboot, after 0 since the guest is well again")
     axes.set_ylabel("MB/s (medians)")
     axes.legend()
-    figure.suptitle("A web server through a reboot (the paper's figure 13)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "A web server through a reboot (the paper's figure 13)")
     style.save(figure, folder / "warm-cache-figure13.png")
     return "warm-cache-figure13.png"
