@@ -148,9 +148,8 @@ class Setup:
         """
         work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
         names = tuple(f"rkb{os.getpid()}{suffix}" for suffix in namespaces)
-        with Workspace(
-            binary=self.binary, work=work, disk=self.disk / f"bench-{work.name}", namespaces=names
-        ).made() as space:
+        space = Workspace(binary=self.binary, work=work, disk=self.disk / f"bench-{work.name}", namespaces=names)
+        with space.created():
             yield space
 
     def environment(self, kind: type[AnyEnvironment], space: Workspace, **fields: Any) -> AnyEnvironment:  # noqa: ANN401

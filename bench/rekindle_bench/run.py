@@ -1,7 +1,7 @@
 """A run of a topic from start to end: `recorded` opens the files, and `run_cases` runs the cases one after the other.
 
 Rows go into TOPIC-raw.csv, the circumstances of the run into TOPIC-run.json, a line for each case into the *ledger*,
-TOPIC-runs.jsonl. From the ledger the next run learns what a killed one has left behind (its *leaves*), and removes it.
+TOPIC-runs.jsonl. From the ledger the next run learns what a killed one has left (its *leftovers*), and removes it.
 """
 
 import json
@@ -23,7 +23,7 @@ from rekindle_bench.rows import RowFile, read_sidecar
 from rekindle_lab import guests
 from rekindle_lab.machine import machine_versions, qemu_version
 from rekindle_lab.rekindle import Rekindle
-from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
+from rekindle_lab.runs.execute import Leftovers, RunEnd, execute, remove_remains
 from rekindle_lab.runs.ledger import Ledger
 from rekindle_lab.runs.workspace import Workspace
 
@@ -133,8 +133,8 @@ def recorded(
             (task.out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
 
 
-def _clear(binary: Path, leaves: Leaves) -> None:
-    Workspace.from_leaves(binary, leaves).remove()
+def _clear(binary: Path, leftovers: Leftovers) -> None:
+    Workspace.from_leftovers(binary, leftovers).remove()
 
 
 def run_cases(env: Environment, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
@@ -144,7 +144,7 @@ def run_cases(env: Environment, ledger: Ledger, cases: Mapping[str, Case], plan:
         if reason:
             env.left_out.append(f"case {name}: {reason}")
         else:
-            execute(ledger, name, lambda _: env.space.leaves, partial(_run_case, env, name, case, plan))
+            execute(ledger, name, lambda _: env.space.leftovers, partial(_run_case, env, name, case, plan))
 
 
 def _reason_to_omit(env: Environment, name: str, plan: Plan, only: list[str]) -> str:
@@ -157,9 +157,9 @@ def _reason_to_omit(env: Environment, name: str, plan: Plan, only: list[str]) ->
     return ""
 
 
-def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
+def _run_case(env: Environment, name: str, case: Case, plan: Plan, leftovers: Leftovers) -> RunEnd:
     """Runs a case; returns its line for the ledger. A case that raises, or that appends to `env.errors`, has failed."""
-    del leaves  # the workspace of the environment, which all cases share
+    del leftovers  # the workspace of the environment, which all cases share
     errors_before, left_out_before, rows_before = len(env.errors), len(env.left_out), env.rows.count
     has_room = True
     try:

@@ -27,7 +27,14 @@ _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
 
 PLANS: dict[str, Any] = {
     "cluster": cluster.Plan(
-        failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
+        failovers=1,
+        random_faults=1,
+        output_commit_faults=1,
+        control_kills=1,
+        output_rounds=1,
+        output_intervals_s=(0.2,),
+        round_trip_window_s=1.0,
+        throughput_window_s=1.0,
     ),
     "restore": restore.Plan(
         ways_by_mib={256: {"lazy": 1, "eager": 1, "incoming": 1}},
@@ -37,7 +44,10 @@ PLANS: dict[str, Any] = {
         prepared_restores=1,
         # Two pairs, since the second pair starts with the remains of the first.
         crashes_by_workload={"compile": 2, "transcode": 1},
-        pieces={"compile": Piece(count=40, cut=10), "transcode": Piece(count=200, cut=50)},
+        pieces={
+            "compile": Piece(count=40, units_before_crash=10),
+            "transcode": Piece(count=200, units_before_crash=50),
+        },
         units=Units(compile=40, transcode=200),
     ),
     "warm-cache": warm_cache.Plan(
@@ -93,7 +103,7 @@ PLANS: dict[str, Any] = {
         compared_checkpoints=10,
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
-    "move": move.Plan(sizes={192: "96M"}, loads=(5,), rounds=1),
+    "move": move.Plan(filled_by_mib={192: "96M"}, loads_mb_per_s=(5,), rounds=1),
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(ways_by_mib={}, ways_by_vms={}, rounds_in_a_row=0, emulated_faults=0, direct_faults=1),
 }
@@ -122,54 +132,79 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
 
     `words`: options for each topic. A topic's output is in `out`/TOPIC.log; if the topic fails, it is printed, too.
     """
-    waiting, lock = list(topics), threading.Lock()
-    failed: list[str] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    trials = _Trials(topics, words, out)
     began = time.monotonic()
-
-    def lane() -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                topic, since = waiting.pop(0), time.monotonic()
-                log = out / f"{topic}.log"
-                command = [sys.executable, "-m", "rekindle_bench", topic, "--out", str(out), *words]
-                with log.open("w") as file:
-                    process = subprocess.Popen(
-                        command, stdout=file, stderr=file, env={**os.environ, "TRIAL": "1"}, start_new_session=True
-                    )
-                processes.append(process)
-            status = process.wait()
-            with lock:
-                duration = f"{time.monotonic() - since:.0f} s"
-                if status != 0:
-                    failed.append(topic)
-                    print(f"--- {topic}: failed after {duration}:\n{log.read_text()}", flush=True)
-                else:
-                    print(f"{topic}: {duration}", flush=True)
-                for line in left_out(log):
-                    print(f"  {topic}: {line}", flush=True)
-
-    lanes = [threading.Thread(target=lane) for _ in range(LANES)]
-    for lane_thread in lanes:
-        lane_thread.start()
+    lanes = [threading.Thread(target=trials.run_until_none_waits) for _ in range(LANES)]
+    for lane in lanes:
+        lane.start()
     try:
         # Short waits, so that an interrupt is noticed soon.
-        while any(lane_thread.is_alive() for lane_thread in lanes):
+        while any(lane.is_alive() for lane in lanes):
             lanes[0].join(0.2)
             lanes[-1].join(0.2)
     except KeyboardInterrupt:
-        with lock:
-            waiting.clear()
-        for process in processes:
-            process.terminate()  # the process then removes everything that it has made
-        for lane_thread in lanes:
-            lane_thread.join()
+        trials.stop()
+        for lane in lanes:
+            lane.join()
         raise
-    summary = f"failed: {', '.join(failed)}" if failed else "all of them work"
+    summary = f"failed: {', '.join(trials.failed)}" if trials.failed else "all of them work"
     print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {summary}", flush=True)
-    return len(failed)
+    return len(trials.failed)
+
+
+class _Trials:
+    """Trials that wait, run and have failed. Several threads call `run_until_none_waits` at the same time."""
+
+    def __init__(self, topics: Sequence[str], words: Sequence[str], out: Path) -> None:
+        self.failed: list[str] = []
+        self._words = words
+        self._out = out
+        self._lock = threading.Lock()
+        """Held while topics are taken or stopped, and while output is printed."""
+        self._waiting = list(topics)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def run_until_none_waits(self) -> None:
+        """Runs one trial after the other."""
+        while True:
+            began = time.monotonic()
+            with self._lock:
+                if not self._waiting:
+                    return
+                topic = self._waiting.pop(0)
+                process = self._start(topic)
+                self._processes.append(process)
+            status = process.wait()
+            with self._lock:
+                self._report(topic, status, time.monotonic() - began)
+
+    def _log(self, topic: str) -> Path:
+        return self._out / f"{topic}.log"
+
+    def _start(self, topic: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "rekindle_bench", topic, "--out", str(self._out), *self._words]
+        with self._log(topic).open("w") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=file, env={**os.environ, "TRIAL": "1"}, start_new_session=True
+            )
+
+    def _report(self, topic: str, status: int, duration_s: float) -> None:
+        """Prints the outcome of a trial, with its output if it has failed, and the cases that it has omitted."""
+        log = self._log(topic)
+        if status != 0:
+            self.failed.append(topic)
+            print(f"--- {topic}: failed after {duration_s:.0f} s:\n{log.read_text()}", flush=True)
+        else:
+            print(f"{topic}: {duration_s:.0f} s", flush=True)
+        for line in left_out(log):
+            print(f"  {topic}: {line}", flush=True)
+
+    def stop(self) -> None:
+        """Starts no further trials, and terminates those that run; each removes everything that it has created."""
+        with self._lock:
+            self._waiting.clear()
+        for process in self._processes:
+            process.terminate()
 
 
 def left_out(log: Path) -> list[str]:

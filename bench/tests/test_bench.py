@@ -200,8 +200,8 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "interrupt_on_signals", lambda name: None)
     monkeypatch.setattr(command.os, "geteuid", lambda: 0)
 
-    def bench(made, *words):
-        monkeypatch.setitem(command.TOPICS, "vmm", made)
+    def bench(topic, *words):
+        monkeypatch.setitem(command.TOPICS, "vmm", topic)
         given = ["vmm", "--out", str(tmp_path), "--rekindle", "/bin/true", "--qemu", "true", *words]
         result = CliRunner().invoke(app, given)
         assert result.exit_code in (0, 1), result.output

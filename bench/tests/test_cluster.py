@@ -15,7 +15,7 @@ import time
 import pytest
 
 from rekindle_bench.cluster import analysis, output, plots
-from rekindle_bench.cluster.cases import allowed_ticks, held_faults, interval_s, record_outcome
+from rekindle_bench.cluster.cases import allowed_ticks, interval_s, output_commit_faults, record_outcome
 from rekindle_bench.cluster.faults import KINDS, LONGEST_S, PASSING, draw, words
 from rekindle_bench.cluster.plan import FULL, QUICK, left_out
 from rekindle_bench.cluster.rows import Row, read
@@ -29,7 +29,7 @@ S = 1_000_000
 FENCED_S = 1.5
 
 
-def row(number, case="failover", kind="kill", *, running=2.0, answer=2.2, **more):
+def row(number, case="failover", kind="kill", *, running_s=2.0, answer_s=2.2, **more):
     """Returns a row with one fault. Times are in s after the fault."""
     return Row(
         case=case,
@@ -43,9 +43,9 @@ def row(number, case="failover", kind="kill", *, running=2.0, answer=2.2, **more
         recovered=more.pop("recovered", True),
         elsewhere=True,
         fenced_us=START + int(FENCED_S * S),
-        running_us=START + int(running * S),
-        answer_us=START + int(answer * S),
-        gap_s=answer,
+        running_us=START + int(running_s * S),
+        answer_us=START + int(answer_s * S),
+        gap_s=answer_s,
         interval_s=1.0,
         spare_bytes=more.pop("spare_bytes", 0),
         guest_bytes=96 << 20,
@@ -57,8 +57,8 @@ def row(number, case="failover", kind="kill", *, running=2.0, answer=2.2, **more
 def frame(tmp_path):
     def of(rows):
         file = RowFile(tmp_path / "cluster-raw.csv", Row)
-        for made in rows:
-            file.append(made)
+        for fault in rows:
+            file.append(fault)
         file.close()
         return read(file.path)
 
@@ -91,7 +91,7 @@ def test_figures_of_faults_that_were_all_recovered(frame, tmp_path):
     kills, faults, held, held_off = 5, 4, 2, 2  # rows of each case
     every_fault = kills + faults + held + held_off
     answers_s = [2.0, 2.1, 2.2, 2.3, 2.4]
-    rows = [row(n, answer=answers_s[n], back=12, planned=kills) for n in range(kills)]
+    rows = [row(n, answer_s=answers_s[n], back=12, planned=kills) for n in range(kills)]
     rows += [row(n, "faults", "freeze", back=3, planned=faults) for n in range(faults)]
     rows += [row(n, "held", "kill", planned=held) for n in range(held)]
     rows += [row(n, "held-off", "kill", planned=held_off, back=2, beyond=2) for n in range(held_off)]
@@ -163,11 +163,13 @@ def test_fewer_than_planned_miss_the_bars(frame):
     assert split.as_json()["planned"] == 20 + 100 + 1
 
 
-def begins(pid, at_s, tick=None, node="n1"):
-    lines = [{"pid": pid, "node": node, "runs": True, "host_us": START + int(at_s * S)}]
+def begins(pid, begin_s, tick=None, node="n1"):
+    """Returns the watch's events of a guest that begins to run, with its first tick 50 ms later if that is seen."""
+    begin_us = START + int(begin_s * S)
+    events = [{"pid": pid, "node": node, "runs": True, "host_us": begin_us}]
     if tick is not None:
-        lines.append({"pid": pid, "node": node, "tick": tick, "host_us": START + int(at_s * S) + 50_000})
-    return lines
+        events.append({"pid": pid, "node": node, "tick": tick, "host_us": begin_us + 50_000})
+    return events
 
 
 def counted(begin_s, end_s, first):
@@ -176,69 +178,98 @@ def counted(begin_s, end_s, first):
     return [Answer(START + int(begin_s * S) + n * 20_000, first + n * 20 // 50) for n in range(count)]
 
 
+OLD_PID, NEW_PID = 7, 9
+"""The QEMU that has the guest when the fault happens, and the one in which the guest continues."""
+OLD_QEMU = begins(OLD_PID, -5)
+FAULT_S, CONTINUES_S, FIRST_ANSWER_S = 1.0, 3.0, 4.2
+SEEN_TICK = 120
+"""The last tick that the client sees before the fault."""
+
+
+def fault_row(case, kind, fault_s=FAULT_S):
+    return Row(case=case, round=0, kind=kind, seed=0, node="n1", lasted_s=0.0, at_us=START + int(fault_s * S))
+
+
+def outcome_of_fail_over(first_tick, bound=0):
+    """Returns the row of a kill after which the guest's counter continues with `first_tick`."""
+    answers = [*counted(0, FAULT_S, 101), *counted(FIRST_ANSWER_S, 5, 125)]
+    assert answers[49].tick == SEEN_TICK
+    outcome = fault_row("held", "kill")
+    events = [*OLD_QEMU, *begins(NEW_PID, CONTINUES_S, tick=first_tick, node="n2")]
+    record_outcome(outcome, OLD_PID, events, answers, bound)
+    return outcome
+
+
 def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
-    """The client has seen tick 120, the new QEMU starts at 101: 20 ticks (101 to 120) are counted again, so lost.
-
-    The first answer (125) hides that. A fail-over without output commit may lose `allowed_ticks`; with it nothing.
-    """
-    answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
-    events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
-    lossy = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(lossy, 7, events, answers, 0)
-    assert answers[49].tick == 120
-    assert (lossy.back, lossy.beyond, lossy.back_answers) == (20, 20, 0)
-    assert lossy.elsewhere and not lossy.trouble
-    assert (lossy.running_us, lossy.answer_us) == (START + 3 * S, START + int(4.2 * S))
-    within = Row(case="faults", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(within, 7, events, answers, allowed_ticks(1.0))
-    assert (within.back, within.beyond) == (20, 0)
-    lossless = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(lossless, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
-    assert (lossless.back, lossless.beyond) == (0, 0)
+    """The new QEMU starts at tick 101: 101 to 120 are counted again, so lost. The first answer (125) hides that."""
+    outcome = outcome_of_fail_over(first_tick=101)
+    lost = SEEN_TICK - 100
+    assert (outcome.back, outcome.beyond, outcome.back_answers) == (lost, lost, 0)
+    assert outcome.elsewhere and not outcome.trouble
+    assert (outcome.running_us, outcome.answer_us) == (START + CONTINUES_S * S, START + int(FIRST_ANSWER_S * S))
 
 
-def test_a_fault_that_was_not_watched_is_trouble():
-    """Without the events of the new QEMU, or its first tick, the loss is unknown; `store-cut` has no new QEMU."""
-    answers = counted(0, 1, 101)
-    blind = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S // 2)
-    record_outcome(blind, 7, begins(7, -5), answers, 0)
-    # Answers from before the guest's end do not count for the next guest.
-    assert blind.answer_us is None and "no other QEMU" in blind.trouble
-    unseen = Row(case="held", round=0, kind="kill", seed=0, node="n1", lasted_s=0.0, at_us=START + S)
-    record_outcome(unseen, 7, [*begins(7, -5), *begins(9, 3)], answers, 0)
-    assert "first tick" in unseen.trouble
-    cut = Row(case="faults", round=0, kind="store-cut", seed=0, node="n1", lasted_s=0.0, at_us=START + S // 2)
-    record_outcome(cut, 7, begins(7, -5), answers, 0)
+def test_a_fail_over_may_lose_what_a_checkpoint_interval_explains():
+    outcome = outcome_of_fail_over(first_tick=101, bound=allowed_ticks(interval_s=1.0))
+    assert (outcome.back, outcome.beyond) == (SEEN_TICK - 100, 0)
+
+
+def test_a_guest_that_continues_with_the_next_tick_has_lost_nothing():
+    outcome = outcome_of_fail_over(first_tick=SEEN_TICK + 1)
+    assert (outcome.back, outcome.beyond) == (0, 0)
+
+
+def test_a_kill_without_another_qemu_is_trouble():
+    """Answers from before the guest's end do not count for the next guest."""
+    kill = fault_row("held", "kill", fault_s=0.5)
+    record_outcome(kill, OLD_PID, OLD_QEMU, counted(0, 1, 101), 0)
+    assert kill.answer_us is None and "no other QEMU" in kill.trouble
+
+
+def test_a_fail_over_whose_first_tick_was_not_seen_is_trouble():
+    """The loss is unknown."""
+    kill = fault_row("held", "kill")
+    record_outcome(kill, OLD_PID, [*OLD_QEMU, *begins(NEW_PID, CONTINUES_S)], counted(0, 1, 101), 0)
+    assert "first tick" in kill.trouble
+
+
+def test_a_fault_that_does_not_move_the_guest_needs_no_other_qemu():
+    cut = fault_row("faults", "store-cut", fault_s=0.5)
+    record_outcome(cut, OLD_PID, OLD_QEMU, counted(0, 1, 101), 0)
     assert not cut.trouble and cut.answer_us is not None
 
 
 def test_ways_of_output_commit_take_turns():
     """Every other round has the reverse order, so that a drift of the machine affects all ways alike."""
-    first, second = output.turns(FULL, 0), output.turns(FULL, 1)
+    first, second = output.ways_of_round(FULL, 0), output.ways_of_round(FULL, 1)
     assert first == second[::-1] and first[0] == ("none", None)
     assert {how for how, _ in first} == set(output.WAYS)
     assert FULL.output_rounds >= 5
 
 
+SERVICE_S = 0.01
+CONNECTIONS = 4
+
+
 def test_round_trips_and_answers_are_counted():
-    """Each answer takes at least 10 ms, so 4 connections get at most 400 answers per second."""
-    lines, servers = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+    """A server works for 10 ms on each answer, which bounds the answers per second of a connection."""
+    connections, servers = zip(*(socket.socketpair() for _ in range(CONNECTIONS)), strict=True)
 
     def serve(server):
         while server.recv(64):
-            time.sleep(0.01)
+            time.sleep(SERVICE_S)
             server.sendall(b"ok 1\n")
 
     threads = [threading.Thread(target=serve, args=(server,)) for server in servers]
     for thread in threads:
         thread.start()
     try:
-        took = output.trips(list(lines), 0.5, 1)
-        assert took and min(took) >= 10_000
-        assert 0 < output.rate(list(lines), 0.3) <= 400
+        round_trips_us = output.measure_round_trips(list(connections), 0.5, 1)
+        assert round_trips_us and min(round_trips_us) >= SERVICE_S * 1e6
+        assert 0 < output.measure_answers_per_s(list(connections), 0.3) <= CONNECTIONS / SERVICE_S
     finally:
-        for line in lines:
-            line.close()
+        for connection in connections:
+            connection.close()
         for thread in threads:
             thread.join()
 
@@ -278,9 +309,11 @@ def test_faults_come_from_their_seeds():
 
 def test_with_output_commit_every_other_fault_is_a_kill():
     """10 of the 20 faults of the full plan; the others are of various kinds, with different seeds."""
-    faults = held_faults(FULL.held)
+    faults = output_commit_faults(FULL.output_commit_faults)
     assert [fault.kind for _, fault in faults[::2]] == ["kill"] * 10
-    assert len({fault.kind for _, fault in faults}) > 4 and len({seed for seed, _ in faults}) == FULL.held
+    assert (
+        len({fault.kind for _, fault in faults}) > 4 and len({seed for seed, _ in faults}) == FULL.output_commit_faults
+    )
 
 
 def test_the_interval_is_the_actual_one():

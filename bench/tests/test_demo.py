@@ -3,7 +3,7 @@
 The demo measures one VM and then prints a plan for it, in three programs:
 
 - `demo.vmm`: the guest's VMM (QEMU) is replaced, warm (RAM stays in place), saved (RAM to disk and back) and cold (the
-  guest is shut down and booted). A *record* (`made_up.record`) is one replacement with the report of a client.
+  guest is shut down and booted). A *record* (`invented_record.record`) is one replacement with the report of a client.
 - `demo.web`: the guest's OS is rebooted cold, and with a warm cache (the disk server keeps what the guest had cached),
   while a client requests files from its web server.
 - `demo.plan`: chooses a way to replace the VMM and a way to reboot the OS, from both measurements.
@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from made_up import START_US, record
+from invented_record import START_US, record
 from rekindle_bench.demo import plan, vmm, web
 from rekindle_lab.cli import app as rekindle_lab
 from rekindle_lab.models.parameters import DAY_S

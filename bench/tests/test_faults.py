@@ -48,8 +48,8 @@ def code() -> Code:
 
 def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
     replacements = {}
-    for place, instruction in enumerate(code.instructions(code.run_under_load()[0])):
-        if new := code.faulty(kind, place, instruction):
+    for index, instruction in enumerate(code.instructions(code.run_under_load()[0])):
+        if new := code.faulty(kind, index, instruction):
             replacements[f"{instruction.mnemonic} {instruction.op_str}"] = new
     return replacements
 
@@ -229,7 +229,7 @@ def test_the_paper_s_types_are_all_there():
     assert len({kind.of_class for kind in KINDS if kind.paper}) == 3
 
 
-def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
+def write_invented_rows(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
     """Writes rows: 7 finished checked runs (1 of them without faults), 1 unfinished, 2 unchecked (1 without faults).
 
     `wrong`: blocks that each checked run with changed code reads wrong; `unchecked_wrong`: each unchecked run.
@@ -258,7 +258,7 @@ def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
 
 def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
     """Runs without faults (type `none`) are not in the figures."""
-    frame = read(made_up(tmp_path))
+    frame = read(write_invented_rows(tmp_path))
     figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
     ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
     assert (ours.value, ours.n, ours.met) == (0, 3 + 3, True)  # of the types `cache` and `text`
@@ -275,7 +275,7 @@ def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
 
 def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_path):
     """The control must read wrong blocks: otherwise the experiment shows nothing."""
-    findings = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
+    findings = analysis.figures(read(write_invented_rows(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
     assert [(figure.id, figure.met) for figure in findings.figures] == [
         ("blocks_wrong", False),
         ("blocks_wrong_unchecked", False),

@@ -11,7 +11,7 @@ from rekindle_bench.host import analysis, plots
 from rekindle_bench.host.emulated_hosts import finished_rounds
 from rekindle_bench.host.fault_points import FAULTS
 from rekindle_bench.host.plan import FULL, QUICK, left_out
-from rekindle_bench.host.reboot import last_reboot, stages
+from rekindle_bench.host.reboot import Milestones, last_reboot, stages
 from rekindle_bench.host.rows import Row, read
 from rekindle_bench.rows import RowFile
 
@@ -51,7 +51,7 @@ def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, resume=RESUME_S,
         )
 
 
-def made_up():
+def invented_rows():
     """Returns some rows of each case."""
     for number in range(ROUNDS):
         for mib, resume in ((128, RESUME_S), (1024, RESUME_LARGE_S)):
@@ -77,7 +77,7 @@ def write(tmp_path):
 
 
 def test_figures_of_the_table(write):
-    findings = analysis.figures(read(write(made_up())), "host-raw.csv")
+    findings = analysis.figures(read(write(invented_rows())), "host-raw.csv")
     by_id = {figure.id: figure for figure in findings.figures}
     assert not findings.absent
     both = by_id["host_suspend_resume"]
@@ -95,7 +95,7 @@ def test_figures_of_the_table(write):
 
 def test_one_guest_or_one_connection_that_is_lost_is_missed(write):
     """A guest that has booted instead of continuing has lost its memory."""
-    rows = [*made_up(), *reboot("losses", "warm", 9, lost=1), *reboot("faults", "warm", 9, outcome="booted")]
+    rows = [*invented_rows(), *reboot("losses", "warm", 9, lost=1), *reboot("faults", "warm", 9, outcome="booted")]
     findings = analysis.figures(read(write(rows)), "host-raw.csv")
     missed = {figure.id for figure in findings.figures if not figure.met}
     assert missed == {"host_tcp_lost", "host_guests_lost"}
@@ -110,7 +110,7 @@ def test_nothing_measured_is_no_figure(write):
 
 def test_tables_and_plots(write, tmp_path):
     """Each fault point was hit in two reboots; a cold reboot's outcome `booted` is as wanted."""
-    frame = read(write(made_up()))
+    frame = read(write(invented_rows()))
     summary = analysis.summary(frame)
     cold = next(line for line in summary if line["how"] == "cold" and line["guests"] == "4 x 128M")
     assert (cold["n"], cold["downtime"], cold["firmware"], cold["as wanted"]) == (
@@ -181,12 +181,14 @@ def test_stages_of_a_warm_and_of_a_cold_reboot():
     """
     warm = stages(
         [[*SUSPEND, *RESUME]],
-        command=START,
-        silent=START + 5 * S,
-        saved=START + 6 * S,
-        reset=None,
-        kernel=START + 8 * S,
-        userspace_us=4 * S,
+        Milestones(
+            command_us=START,
+            silent_us=START + 5 * S,
+            saved_us=START + 6 * S,
+            reset_us=None,
+            kernel_us=START + 8 * S,
+        ),
+        kernel_to_userspace_us=4 * S,
     )
     assert warm == {
         "services_us": 5 * S,
@@ -199,12 +201,14 @@ def test_stages_of_a_warm_and_of_a_cold_reboot():
     }
     cold = stages(
         [[]],
-        command=START,
-        silent=START + 5 * S,
-        saved=START + 6 * S,
-        reset=START + 9 * S,
-        kernel=START + 12 * S,
-        userspace_us=4 * S,
+        Milestones(
+            command_us=START,
+            silent_us=START + 5 * S,
+            saved_us=START + 6 * S,
+            reset_us=START + 9 * S,
+            kernel_us=START + 12 * S,
+        ),
+        kernel_to_userspace_us=4 * S,
     )
     assert cold == {"services_us": 5 * S, "down_us": 3 * S, "firmware_us": 3 * S, "kernel_us": 4 * S}
 

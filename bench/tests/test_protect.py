@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import typer
-from made_rows import write_rows
+from row_files import write_rows
 from typer.testing import CliRunner
 
 from rekindle_bench.__main__ import main
@@ -88,33 +88,33 @@ def window(how, seconds, *, case="slowdown", workload="compile", round=0, **more
     )
 
 
-def made_up(wrong=0, kept=0.26, slower=1.02):
+def invented_rows(wrong=0, kept=0.26, slower=1.02):
     """`wrong`: wrong pages; `kept`: actual interval (s) for 0.25 s; `slower`: time of protected by unprotected work."""
-    made = []
+    all_rows = []
     for mib, ours_ms in PAUSE_MS.items():
-        made += [checkpoint("pause", "default", ours_ms + i / 100, mib=mib) for i in range(SAMPLES)]
-        made += [checkpoint("pause", "basic", 40.0 + i, mib=mib) for i in range(SAMPLES)]
-        made += [save("background-snapshot", PEER_PAUSE_MS + i / 100, mib) for i in range(SAMPLES)]
-        made += [save("full", 900.0 + i, mib) for i in range(2)]
+        all_rows += [checkpoint("pause", "default", ours_ms + i / 100, mib=mib) for i in range(SAMPLES)]
+        all_rows += [checkpoint("pause", "basic", 40.0 + i, mib=mib) for i in range(SAMPLES)]
+        all_rows += [save("background-snapshot", PEER_PAUSE_MS + i / 100, mib) for i in range(SAMPLES)]
+        all_rows += [save("full", 900.0 + i, mib) for i in range(2)]
     for every in (10.0, 5.0, 2.0, 1.0, 0.25):
         actual = kept if every == 0.25 else every
         for how, stopped in INTERVAL_PAUSE_MS.items():
-            made += [checkpoint("intervals", how, stopped, every=every, interval=actual) for _ in range(4)]
+            all_rows += [checkpoint("intervals", how, stopped, every=every, interval=actual) for _ in range(4)]
             # A full checkpoint, and one after a small change: neither counts in the steady state.
-            made.append(checkpoint("intervals", how, 900.0, every=every, full=1, interval=actual))
-            made.append(
+            all_rows.append(checkpoint("intervals", how, 900.0, every=every, full=1, interval=actual))
+            all_rows.append(
                 checkpoint("intervals", how, stopped, every=every, interval=actual, compressed_bytes=100, bytes=90000)
             )
-    made += [window("none", seconds, case="intervals") for seconds in UNPROTECTED_S]
+    all_rows += [window("none", seconds, case="intervals") for seconds in UNPROTECTED_S]
     costs = {"cpu_us": int(PROTECTOR_CPU_S * 1e6), "peak_kib": 50 * 1024, "checkpoints": WINDOW_CHECKPOINTS}
-    made.append(window("default", PROTECTED_S, case="intervals", every_s=2.0, store="disk", **costs))
+    all_rows.append(window("default", PROTECTED_S, case="intervals", every_s=2.0, store="disk", **costs))
     for number in range(4):
-        made.append(window("none", 20.0 + number / 10, round=number))
-        made.append(window("default", (20.0 + number / 10) * slower, round=number))
-        made += [window(how, 10.0, workload="transcode", round=number) for how in ("none", "default")]
+        all_rows.append(window("none", 20.0 + number / 10, round=number))
+        all_rows.append(window("default", (20.0 + number / 10) * slower, round=number))
+        all_rows += [window(how, 10.0, workload="transcode", round=number) for how in ("none", "default")]
     for number in range(5):
-        made.append(checkpoint("commit", "default", 2.0, round=number, took_us=120_000 + number, interval_ms=None))
-        made.append(
+        all_rows.append(checkpoint("commit", "default", 2.0, round=number, took_us=120_000 + number, interval_ms=None))
+        all_rows.append(
             Row(
                 case="commit",
                 what="dd",
@@ -127,7 +127,7 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
                 bytes=46_000_000,
             )
         )
-    made += [
+    all_rows += [
         Row(
             case="wrong",
             what="compare",
@@ -143,15 +143,15 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
         )
         for how, n, w in (("default", 1000, wrong), ("cow", 100, 0))
     ]
-    made += [checkpoint("rates", "cow", 1.0, rate_mb=50.0, workload="dirty") for _ in range(3)]
-    return made
+    all_rows += [checkpoint("rates", "cow", 1.0, rate_mb=50.0, workload="dirty") for _ in range(3)]
+    return all_rows
 
 
 write = partial(write_rows, rows)
 
 
 def figures_of(tmp_path, **changes):
-    findings = analysis.figures(write(tmp_path / "protect-raw.csv", made_up(**changes)), "protect-raw.csv")
+    findings = analysis.figures(write(tmp_path / "protect-raw.csv", invented_rows(**changes)), "protect-raw.csv")
     assert findings.absent == []
     return {figure.id: figure for figure in findings.figures}
 
@@ -206,7 +206,7 @@ def test_a_missed_bar_is_reported(tmp_path, changes, id_, value):
 
 def test_overhead_and_level_of_protection(tmp_path):
     """Overhead is against the mean of the windows before and after; the level is checkpoints per 100 s."""
-    (line,) = analysis.overheads(write(tmp_path / "r.csv", made_up()))
+    (line,) = analysis.overheads(write(tmp_path / "r.csv", invented_rows()))
     unprotected_s = sum(UNPROTECTED_S) / 2
     assert line["overhead %"] == pytest.approx(100 * (PROTECTED_S / unprotected_s - 1))
     assert line["level %"] == pytest.approx(100 * WINDOW_CHECKPOINTS / PROTECTED_S)
@@ -216,7 +216,7 @@ def test_overhead_and_level_of_protection(tmp_path):
 
 def test_table_1_has_medians_of_steady_checkpoints(tmp_path):
     """4 usual checkpoints and a small one; the full one is left out."""
-    line = next(line for line in analysis.table_1(write(tmp_path / "r.csv", made_up())) if line["every s"] == 2.0)
+    line = next(line for line in analysis.table_1(write(tmp_path / "r.csv", invented_rows())) if line["every s"] == 2.0)
     assert (line["n"], line["actual s"], line["commit s"]) == (5, 2.0, 0.1)
     assert line["dirty MB"] == pytest.approx(30 * MIB / 1e6)
 
@@ -225,7 +225,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     """Resampling has a fixed seed, so the JSON is equal byte for byte."""
     raw = tmp_path / "raw" / "protect-raw.csv"
     raw.parent.mkdir()
-    write(raw, made_up())
+    write(raw, invented_rows())
     outputs = []
     for name in ("one", "two"):
         result = CliRunner().invoke(app, ["protect", "--from-raw", str(raw), "--out", str(tmp_path / name)])

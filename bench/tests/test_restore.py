@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 import typer
-from made_rows import write_rows
+from row_files import write_rows
 from typer.testing import CliRunner
 
-from made_up import steps
+from invented_record import steps
 from rekindle_bench.__main__ import main
 from rekindle_bench.restore import analysis, rows
 from rekindle_bench.restore.plan import FULL, QUICK, left_out
@@ -38,30 +38,30 @@ def window(case, how, number, *, store="disk", **more):
     return Row(round=number, units=100, **key, **more)
 
 
-def made_up(slower=1.03, digest="aa"):
+def invented_rows(slower=1.03, digest="aa"):
     """`slower`: time of the second half of the work after a restore, by its time without; `digest`: its result."""
-    made = [restored("restore", "lazy", 80.0 + i, i) for i in range(9)]
-    made += [restored("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
-    made += [restored("restore", "eager", 900.0, i) for i in range(3)]
-    made += [restored("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
-    made += [restored("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
-    made += [restored("prepared", "lazy", 90.0, i) for i in range(3)]
-    made += [restored("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
+    all_rows = [restored("restore", "lazy", 80.0 + i, i) for i in range(9)]
+    all_rows += [restored("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
+    all_rows += [restored("restore", "eager", 900.0, i) for i in range(3)]
+    all_rows += [restored("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
+    all_rows += [restored("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
+    all_rows += [restored("prepared", "lazy", 90.0, i) for i in range(3)]
+    all_rows += [restored("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
     for number in range(4):
         rest_us = (20 + number) * 1_000_000
-        made.append(window("after", "undisturbed", number, rest_us=rest_us, digest="aa"))
-        made.append(window("after", "lazy", number, rest_us=int(rest_us * slower), digest=digest))
+        all_rows.append(window("after", "undisturbed", number, rest_us=rest_us, digest="aa"))
+        all_rows.append(window("after", "lazy", number, rest_us=int(rest_us * slower), digest=digest))
         pages = {"demanded_pages": 1000, "filled_pages": 5000, "worst_us": 3000 + number}
-        made.append(restored("after", "lazy", 85.0, number, **pages))
-    return made
+        all_rows.append(restored("after", "lazy", 85.0, number, **pages))
+    return all_rows
 
 
 write = partial(write_rows, rows)
 
 
 def test_known_rows_give_known_figures(tmp_path):
-    """Medians of `made_up`: 84 ms of 80 to 88 ms, 92 ms with 8G, 1001 ms for the peer. Work takes 3 % longer."""
-    findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    """Medians of `invented_rows`: 84 ms of 80 to 88 ms, 92 ms with 8G, 1001 ms for the peer. Work takes 3 % longer."""
+    findings = analysis.figures(write(tmp_path / "r.csv", invented_rows()), "r.csv")
     assert findings.absent == ["figure slowdown_after_restore_transcoding: no rows"]
     by_id = {figure.id: figure for figure in findings.figures}
     small = by_id["restore_ms_512m"].as_json()
@@ -78,7 +78,7 @@ def test_known_rows_give_known_figures(tmp_path):
 
 def test_a_slow_second_half_misses(tmp_path):
     """20 % longer than undisturbed; the bar is 4 %."""
-    findings = analysis.figures(write(tmp_path / "r.csv", made_up(slower=1.2)), "r.csv")
+    findings = analysis.figures(write(tmp_path / "r.csv", invented_rows(slower=1.2)), "r.csv")
     after = next(figure for figure in findings.figures if figure.id == "slowdown_after_restore")
     assert after.value == pytest.approx(0.2)
     assert not after.met
@@ -86,41 +86,41 @@ def test_a_slow_second_half_misses(tmp_path):
 
 def test_table_2(tmp_path):
     """1000 pages of 4096 bytes on demand; the longest wait of 3.000 to 3.003 ms. Another digest is another result."""
-    (line,) = analysis.table_2(write(tmp_path / "r.csv", made_up()))
+    (line,) = analysis.table_2(write(tmp_path / "r.csv", invented_rows()))
     assert line["overhead %"] == pytest.approx(3.0)
     assert line["fetched on demand MB"] == pytest.approx(4.096)
     assert line["longest wait ms"] == pytest.approx(3.003)
     assert line["results equal"] == "4 of 4"
-    (line,) = analysis.table_2(write(tmp_path / "s.csv", made_up(digest="bb")))
+    (line,) = analysis.table_2(write(tmp_path / "s.csv", invented_rows(digest="bb")))
     assert line["results equal"] == "0 of 4"
 
 
 def moved(libvirt_digest):
     """Returns restores on another host, of a guest of Rekindle and of libvirt, with the results of their work."""
-    made = []
+    all_rows = []
     for number, (how, digest) in enumerate((("elsewhere", "aa"), ("libvirt", libvirt_digest))):
-        made.append(restored("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
-        made.append(window("elsewhere", "undisturbed", number, store="tls", digest="aa"))
-        made.append(window("elsewhere", how, number, store="tls", digest=digest))
-    return made
+        all_rows.append(restored("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
+        all_rows.append(window("elsewhere", "undisturbed", number, store="tls", digest="aa"))
+        all_rows.append(window("elsewhere", how, number, store="tls", digest=digest))
+    return all_rows
 
 
 def test_work_continued_elsewhere_is_compared(tmp_path):
     """The guest of libvirt gives another result in the second file. These rows do not change the figures."""
-    first, second = analysis.moves(write(tmp_path / "r.csv", made_up() + moved("aa")))
+    first, second = analysis.moves(write(tmp_path / "r.csv", invented_rows() + moved("aa")))
     assert (first["guest of"], first["results"], first["equal"]) == ("Rekindle", 2, "yes")
     assert (second["guest of"], second["restored in ms"], second["work lost ms"]) == ("libvirt", 121, 400)
     assert second["equal"] == "yes"
-    other = analysis.moves(write(tmp_path / "s.csv", made_up() + moved("bb")))
+    other = analysis.moves(write(tmp_path / "s.csv", invented_rows() + moved("bb")))
     assert [line["equal"] for line in other] == ["yes", "no"]
-    findings = analysis.figures(write(tmp_path / "t.csv", made_up() + moved("aa")), "t.csv")
-    alone = analysis.figures(write(tmp_path / "u.csv", made_up()), "u.csv")
+    findings = analysis.figures(write(tmp_path / "t.csv", invented_rows() + moved("aa")), "t.csv")
+    alone = analysis.figures(write(tmp_path / "u.csv", invented_rows()), "u.csv")
     assert [figure.value for figure in findings.figures] == [figure.value for figure in alone.figures]
 
 
 def test_figure_4_adds_up(tmp_path):
     """84 ms from the command, of which the steps take 40 and 20 ms; `settle` is after the guest runs."""
-    parts = analysis.steps(write(tmp_path / "r.csv", made_up()))
+    parts = analysis.steps(write(tmp_path / "r.csv", invented_rows()))
     assert next(iter(parts)) == ("512M", "lazy")
     assert parts["512M", "lazy"] == {"start QEMU": 40, "load its devices": 20, "the rest": 24}
     assert ("512M, disk", "prepared") in parts
@@ -131,7 +131,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     """Resampling has a fixed seed, so the JSON is equal byte for byte."""
     raw = tmp_path / "raw" / "restore-raw.csv"
     raw.parent.mkdir()
-    write(raw, made_up())
+    write(raw, invented_rows())
     outputs = []
     for name in ("one", "two"):
         result = CliRunner().invoke(app, ["restore", "--from-raw", str(raw), "--out", str(tmp_path / name)])

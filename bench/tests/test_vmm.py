@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import typer
-from made_rows import write_rows
+from row_files import write_rows
 from typer.testing import CliRunner
 
-from made_up import START_US, record, steps
+from invented_record import START_US, record, steps
 from rekindle_bench.__main__ import main
 from rekindle_bench.report import Bar
 from rekindle_bench.vmm import analysis, rows
@@ -61,22 +61,24 @@ def reboot(case, how, number, stopped_ms, *, mib=512, vms=1, vm="a", guest="micr
     )
 
 
-def made_up(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
-    made = [reboot("ram", "warm", i, value) for i, value in enumerate(warm)]
-    made += [reboot("ram", "cpr-transfer", i, value) for i, value in enumerate(cpr)]
-    made += [reboot("ram", "warm", i, value, mib=2048) for i, value in enumerate([5.0, 6.0, 7.0])]
-    made += [reboot("ram", "saved", i, value, mib=2048) for i, value in enumerate([1500.0, 1000.0, 1200.0])]
-    made += [reboot("sizes", "warm", i, value, mib=8192) for i, value in enumerate([5.0, 5.25, 5.5])]
-    made += [reboot("sizes", "warm", i, value, mib=512) for i, value in enumerate([5.5, 4.5, 5.0])]
+def invented_rows(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
+    all_rows = [reboot("ram", "warm", i, value) for i, value in enumerate(warm)]
+    all_rows += [reboot("ram", "cpr-transfer", i, value) for i, value in enumerate(cpr)]
+    all_rows += [reboot("ram", "warm", i, value, mib=2048) for i, value in enumerate([5.0, 6.0, 7.0])]
+    all_rows += [reboot("ram", "saved", i, value, mib=2048) for i, value in enumerate([1500.0, 1000.0, 1200.0])]
+    all_rows += [reboot("sizes", "warm", i, value, mib=8192) for i, value in enumerate([5.0, 5.25, 5.5])]
+    all_rows += [reboot("sizes", "warm", i, value, mib=512) for i, value in enumerate([5.5, 4.5, 5.0])]
     for number in range(3):
-        made.append(reboot("count", "warm", number, 5.0, mib=256, total_us=ALONE_US[number]))
-        made.append(reboot("solo", "warm", number, 8.0, mib=256, total_us=ONE_OF_11_US))
+        all_rows.append(reboot("count", "warm", number, 5.0, mib=256, total_us=ALONE_US[number]))
+        all_rows.append(reboot("solo", "warm", number, 8.0, mib=256, total_us=ONE_OF_11_US))
         for vm in range(11):
-            made.append(reboot("count", "warm", number, 20.0, mib=256, vms=11, vm=f"s{vm}", total_us=ALL_11_US[number]))
+            all_rows.append(
+                reboot("count", "warm", number, 20.0, mib=256, vms=11, vm=f"s{vm}", total_us=ALL_11_US[number])
+            )
     for number in range(50):
         lost = sessions_lost if number == 7 else 0
-        made.append(reboot("losses", "warm", number, 6.0, guest="debian", sessions=5, sessions_lost=lost))
-    made.append(
+        all_rows.append(reboot("losses", "warm", number, 6.0, guest="debian", sessions=5, sessions_lost=lost))
+    all_rows.append(
         Row(
             case="load",
             guest="debian",
@@ -90,15 +92,15 @@ def made_up(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
             connections_lost=0,
         )
     )
-    made += [reboot("memory", "warm", i, 5.0, memory_changed_bytes=changed) for i in range(3)]
-    return made
+    all_rows += [reboot("memory", "warm", i, 5.0, memory_changed_bytes=changed) for i in range(3)]
+    return all_rows
 
 
 write = partial(write_rows, rows)
 
 
 def figures_of(tmp_path, **changes):
-    findings = analysis.figures(write(tmp_path / "vmm-raw.csv", made_up(**changes)), "vmm-raw.csv")
+    findings = analysis.figures(write(tmp_path / "vmm-raw.csv", invented_rows(**changes)), "vmm-raw.csv")
     assert findings.absent == []
     return {figure.id: figure for figure in findings.figures}
 
@@ -137,7 +139,7 @@ def test_known_rows_give_known_figures(tmp_path):
 def test_a_worse_result_is_reported_as_worse(tmp_path):
     """The samples of warm and cpr-transfer are exchanged."""
     raw = tmp_path / "vmm-raw.csv"
-    write(raw, made_up(warm=CPR_512, cpr=WARM_512))
+    write(raw, invented_rows(warm=CPR_512, cpr=WARM_512))
     result = CliRunner().invoke(app, ["vmm", "--from-raw", str(raw), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     line = next(line for line in result.output.splitlines() if line.startswith("warm_vs_cpr_stopped"))
@@ -166,11 +168,11 @@ def test_every_loss_counts(tmp_path, changes, id_, value):
 
 def test_eleven_vms_must_stay_under_both_bars(tmp_path):
     """11 VMs take 100 us more than 11 times one VM, but less than 1 s. Five figures have no rows."""
-    made = [row for row in made_up() if row.case == "count"]
-    for row in made:
+    all_rows = [row for row in invented_rows() if row.case == "count"]
+    for row in all_rows:
         if row.vms == 11:
             row.total_us = ALONE_US[1] * 11 + 100
-    findings = analysis.figures(write(tmp_path / "r.csv", made), "r.csv")
+    findings = analysis.figures(write(tmp_path / "r.csv", all_rows), "r.csv")
     (figure,) = findings.figures
     assert figure.value < 1.0
     assert not figure.met  # 11 times one VM is not under 11 times
@@ -181,7 +183,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
     """Resampling has a fixed seed, so the JSON is equal byte for byte."""
     raw = tmp_path / "raw" / "vmm-raw.csv"
     raw.parent.mkdir()
-    write(raw, made_up())
+    write(raw, invented_rows())
     (raw.parent / "vmm-run.json").write_text(
         json.dumps({"command": "make bench TOPIC=vmm", "versions": {"qemu": "10"}, "left_out": ["x"], "errors": []})
     )

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import typer
-from made_rows import write_rows
+from row_files import write_rows
 from typer.testing import CliRunner
 
 from rekindle_bench.__main__ import main
@@ -63,44 +63,44 @@ def queries(how, number, at, seconds):
     return Row(case="tpch", what="tpch", how=how, limit="paper", round=number, **columns)
 
 
-def made_up():
-    made = []
+def invented_rows():
+    all_rows = []
     for number in range(ROUNDS):
         for how in ("warm-cache", "cold"):
             reads_s = {-2: READ_BEFORE_S, -1: READ_BEFORE_S, 1: FIRST_READ_S[how], 2: READ_BEFORE_S}
-            made += [read(how, at, seconds + number / 100, number) for at, seconds in reads_s.items()]
+            all_rows += [read(how, at, seconds + number / 100, number) for at, seconds in reads_s.items()]
             columns = {f"{kind}_kib": mib * 1024 for kind, mib in HOST_MIB.items()}
             columns |= {"memory_mib": RAM_MIB, "cached_kib": 0}
-            made.append(Row(case="files", what="memory", how=how, limit="paper", round=number, **columns))
-            made.append(queries(how, number, -1, TPCH_BEFORE_S))
-            made.append(queries(how, number, 1, TPCH_AFTER_S[how]))
-            made += [second(how, number, at, HTTP_BEFORE_MB) for at in (-3, -2, -1)]
-            made += [second(how, number, at, HTTP_AFTER_MB[how]) for at in range(1, 8)]
+            all_rows.append(Row(case="files", what="memory", how=how, limit="paper", round=number, **columns))
+            all_rows.append(queries(how, number, -1, TPCH_BEFORE_S))
+            all_rows.append(queries(how, number, 1, TPCH_AFTER_S[how]))
+            all_rows += [second(how, number, at, HTTP_BEFORE_MB) for at in (-3, -2, -1)]
+            all_rows += [second(how, number, at, HTTP_AFTER_MB[how]) for at in range(1, 8)]
         # The floor of TPC-H: a cold reboot, after which all files are read before the queries.
-        made.append(queries("cold-read", number, 1, TPCH_BEFORE_S))
+        all_rows.append(queries("cold-read", number, 1, TPCH_BEFORE_S))
         for how, ms in MAP_MS.items():
             columns = {"bytes": GIB, "us": ms * 1000 + number, "cpu_us": 1}
-            made += [
+            all_rows += [
                 Row(case="map", what=what, how=how, limit="none", round=number, **columns)
                 for what in ("read", "write", "bytes")
             ]
         for how, mb in {"server": SERVER_MB, **DAEMON_MB}.items():
             columns = {"block": 4096, "bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": mb * 10**4}
             columns["requests"] = NATIVE_REQUESTS
-            made.append(Row(case="native", what="read", how=how, limit="none", round=number, **columns))
+            all_rows.append(Row(case="native", what="read", how=how, limit="none", round=number, **columns))
         columns = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": 500_000}
-        made.append(Row(case="native", what="read", how="attic", limit="none", round=number, **columns))
-    made += [
+        all_rows.append(Row(case="native", what="read", how="attic", limit="none", round=number, **columns))
+    all_rows += [
         Row(case="helper", what="kill", how="server", limit="none", round=number, us=ms * 1000)
         for number, ms in enumerate(HELPER_BACK_MS)
     ]
-    made.append(Row(case="helper", what="verify", how="server", limit="none", round=0, bytes=GIB, errors=0))
-    return made
+    all_rows.append(Row(case="helper", what="verify", how="server", limit="none", round=0, bytes=GIB, errors=0))
+    return all_rows
 
 
 def test_known_rows_give_known_figures(tmp_path):
     """Figures are ratios of medians; the peer is the fastest. `map`: the server records which page caches a block."""
-    findings = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    findings = analysis.figures(write(tmp_path / "r.csv", invented_rows()), "r.csv")
     by_id = {figure.id: figure for figure in findings.figures}
     before_s, warm_s, cold_s = (seconds + MEDIAN_ROUND_S for seconds in (READ_BEFORE_S, *FIRST_READ_S.values()))
     assert by_id["first_read_vs_cold"].value == pytest.approx(cold_s / warm_s, rel=1e-4)
@@ -135,7 +135,7 @@ def test_known_rows_give_known_figures(tmp_path):
 
 def test_a_topic_is_analysed_again_from_its_rows(tmp_path):
     """By the command line, as a user does."""
-    write(tmp_path / "warm-cache-raw.csv", made_up())
+    write(tmp_path / "warm-cache-raw.csv", invented_rows())
     out = tmp_path / "out"
     result = CliRunner().invoke(
         app, ["warm-cache", "--from-raw", str(tmp_path / "warm-cache-raw.csv"), "--out", str(out)]

@@ -44,9 +44,9 @@ class Leaky(Protocol):
         """Leaks `mib` MiB immediately; returns the bytes that the leak has allocated."""
 
 
-def leaky(guest: OsGuest, made: Path) -> Leaky:
-    """Returns access to the module in a guest. `made`: the result of `leak_image`."""
-    return _Micro(guest) if guest.kind == "micro" else _Debian(guest, made / "rekindle_leak.ko")
+def leaky(guest: OsGuest, built: Path) -> Leaky:
+    """Returns access to the module in a guest. `built`: the result of `leak_image`."""
+    return _Micro(guest) if guest.kind == "micro" else _Debian(guest, built / "rekindle_leak.ko")
 
 
 @dataclass(frozen=True)

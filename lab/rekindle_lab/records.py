@@ -20,6 +20,9 @@ import numpy as np
 
 from rekindle_lab.rekindle import ServiceGap, failed_requests, gap_around
 
+PROBE_KEYS = ("started_unix_ns", "interval_ms", "intervals", "gaps", "longest_gap_us", "failed")
+"""Keys that the client's report must have."""
+
 
 class Phase(NamedTuple):
     """A phase of a reboot; start and end by the host's clock in microseconds."""
@@ -41,6 +44,7 @@ class Record:
     """A reboot of one VM, with its client. Times in ms or s according to the names."""
 
     how: str
+    """The way to reboot, such as `warm`."""
     vm: dict[str, Any]
     """The VM's part of the JSON of the reboot."""
     probe: dict[str, Any]
@@ -51,10 +55,11 @@ class Record:
         """Guest-stopped time; `None` for a cold reboot, whose guest is not stopped but shut down and booted."""
         if self.how == "cold":
             return None
-        stopped = self.vm.get("stopped_us")
-        if stopped is None and self.stop_host_us is not None and self.resume_host_us is not None:
-            stopped = self.resume_host_us - self.stop_host_us
-        return None if stopped is None else stopped / 1e3
+        stopped_us = self.vm.get("stopped_us")
+        # The command does not always report the duration; then it is computed from stop and resume.
+        if stopped_us is None and self.stop_host_us is not None and self.resume_host_us is not None:
+            stopped_us = self.resume_host_us - self.stop_host_us
+        return None if stopped_us is None else stopped_us / 1e3
 
     @property
     def versions(self) -> str:
@@ -87,8 +92,8 @@ class Record:
         return self.gap.length_us / 1e3
 
     @property
-    def lost(self) -> int:
-        """Number of requests that failed."""
+    def failed_requests(self) -> int:
+        """Number of the client's requests that failed."""
         return failed_requests(self.probe)
 
     @property
@@ -105,11 +110,12 @@ class Record:
     def zero_host_us(self) -> int:
         """The zero of plots: when the guest was stopped or, in a cold reboot, requested to shut down."""
         suspend_us = next((phase.begin_host_us for phase in self.phases if phase.name == "suspend"), None)
-        if self.stop_host_us is not None and not (self.how == "cold" and suspend_us is not None):
-            return self.stop_host_us
-        return suspend_us if suspend_us is not None else self.probe["started_unix_ns"] // 1000
+        # In a cold reboot the guest stops at the end of its shutdown, which begins the phase `suspend`.
+        preferred_us = (suspend_us, self.stop_host_us) if self.how == "cold" else (self.stop_host_us, suspend_us)
+        client_start_us = self.probe["started_unix_ns"] // 1000
+        return next((host_us for host_us in preferred_us if host_us is not None), client_start_us)
 
-    def seconds_from_zero(self, host_us: int) -> float:
+    def seconds_from_zero(self, host_us: float) -> float:
         """Returns a time of the host's clock as a time of plots."""
         return (host_us - self.zero_host_us) / 1e6
 
@@ -119,21 +125,21 @@ class Record:
         `merge`: number of the probe's intervals that are merged into one.
         """
         answered = np.array([interval["answered"] for interval in self.probe["intervals"]], dtype=float)
-        whole_intervals = (len(answered) - 1) // merge * merge  # omits a last interval that may be shorter
+        answered = answered[:-1]  # the last interval may be shorter
+        merged_count = len(answered) // merge
+        merged = answered[: merged_count * merge].reshape(merged_count, merge).sum(axis=1)
         width_s = self.probe["interval_ms"] * merge / 1e3
-        rates = answered[:whole_intervals].reshape(-1, merge).sum(axis=1) / width_s
-        offset_s = (self.probe["started_unix_ns"] / 1e3 - self.zero_host_us) / 1e6
-        return Throughput(offset_s + width_s * np.arange(len(rates) + 1), rates)
+        begin_s = self.seconds_from_zero(self.probe["started_unix_ns"] / 1e3)
+        return Throughput(begin_s + width_s * np.arange(merged_count + 1), merged / width_s)
 
 
 def parse(document: dict[str, Any]) -> Record:
     """Parses the JSON of a record. Raises `ValueError` that names what is missing."""
     try:
-        vms = document["reboot"]["vms"]
-        probe = document["probe"]
-        for key in ("started_unix_ns", "interval_ms", "intervals", "gaps", "longest_gap_us", "failed"):
-            probe[key]
-        return Record(document["how"], vms[0], probe)
+        record = Record(document["how"], vm=document["reboot"]["vms"][0], probe=document["probe"])
+        for key in PROBE_KEYS:
+            _ = record.probe[key]  # raises `KeyError` if it is missing
+        return record
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"not a record of a reboot with its probe: {error!r} is missing or of another kind") from error
 

@@ -67,6 +67,11 @@ def logarithmic_ms(axes: Axes, values_ms: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def title(figure: Figure, text: str) -> None:
+    """Sets the title of a whole figure."""
+    figure.suptitle(text, x=0.01, ha="left", fontweight="bold")
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes the figure as PNG and closes it."""
     figure.savefig(path, bbox_inches="tight")

@@ -52,7 +52,7 @@ def draw(records: Sequence[Record], path: Path, *, title: str = "", same_time: b
         handles.append(plt.Rectangle((0, 0), 1, 1, **GUEST_STOPPED_STYLE))
         figure.legend(handles, [*phase_names, "guest stopped"], loc="outside lower center", ncols=len(handles))
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        style.title(figure, title)
     style.save(figure, path)
 
 
@@ -84,7 +84,7 @@ def panel(axes: Axes, record: Record, top: float, time_axis: TimeRange) -> None:
             resumed_s = record.seconds_from_zero(record.resume_host_us)
             axes.axvspan(0, max(resumed_s, shortest_visible_s), **GUEST_STOPPED_STYLE, linewidth=0)
     gap = style.duration(record.gap_ms)
-    axes.set_title(f"{record.how}: {stopped}service gap {gap}, requests lost {record.lost}")
+    axes.set_title(f"{record.how}: {stopped}service gap {gap}, requests lost {record.failed_requests}")
     axes.set_ylabel("requests/s")
 
 

@@ -19,8 +19,9 @@ from rekindle_lab.tail import Tail
 POLL_S = 0.002
 """Seconds between two reads of the console: the error of a mark's time."""
 WORK_DEADLINE_S = 1800.0
-"""Deadline for a whole workload."""
+"""Deadline for a whole workload, in s."""
 _PROGRESS_LINE = re.compile(r"rekindle-work (begins|at|done)(?: (\w+))?")
+"""A line of the guest's console. After `at` it has the number of finished units, after `done` the result's digest."""
 
 
 class WorkError(Exception):
@@ -28,18 +29,20 @@ class WorkError(Exception):
 
 
 class Mark(NamedTuple):
-    """Progress that was seen on the console: when, in seconds of the host's clock, and the number of finished units."""
+    """Progress that was seen on the console."""
 
-    at: float
+    host_s: float
+    """When, in seconds since 1970 by the host's clock."""
     units: float
+    """Number of units that were finished then."""
 
 
 @dataclass
 class Window:
-    """A piece of work, executed once. Times are seconds of the host's clock.
+    """A piece of work, executed once. Times are seconds since 1970 by the host's clock.
 
-    Progress is counted in units, such as compiled files. Between two marks it is interpolated: linearly or, in
-    `position`, at the speed at which another, undisturbed execution of the same work did that unit.
+    Progress is counted in units, such as compiled files. Between two marks it is interpolated: linearly in `units_at`
+    and its inverse `time_of_units`; in `units_at_speed_of` at the speed of another, undisturbed execution of the work.
     """
 
     what: str
@@ -51,42 +54,48 @@ class Window:
     digest: str = ""
     """Digest of the work's result."""
     marks: list[Mark] = field(default_factory=list)
-    """After a restore, progress is that of the checkpoint."""
+    """In the order in which they were seen. A restore sets a guest back to its checkpoint, so a later mark may have
+    fewer units than an earlier one."""
 
     @property
     def seconds(self) -> float:
         """Duration of the work in seconds."""
         return self.ended - self.began
 
-    def position(self, at: float, like: "Window") -> float:
-        """Returns the progress at time `at`, in units; between two marks at the speed of `like`, undisturbed work."""
-        last_mark = bisect_right(self.marks, at, key=lambda mark: mark.at) - 1
-        if last_mark < 0:
-            return 0.0
-        mark = self.marks[last_mark]
-        return like.place(like.reached(mark.units) + at - mark.at)
-
-    def _all_marks(self) -> list[Mark]:
-        """Returns the marks, with the begin and the end."""
+    def _marks_with_begin_and_end(self) -> list[Mark]:
         return [Mark(self.began, 0), *self.marks, Mark(self.ended, self.count)]
 
-    def reached(self, position: float) -> float:
-        """Returns when the work reached `position` in units, by linear interpolation between marks."""
-        for before, after in pairwise(self._all_marks()):
-            if after.units >= position:
-                advance = after.units - before.units
-                share = (position - before.units) / advance if advance > 0 else 1.0
-                return before.at + share * (after.at - before.at)
-        return self.ended
-
-    def place(self, at: float) -> float:
-        """Returns the progress at time `at` in units, by linear interpolation between marks."""
-        for before, after in pairwise(self._all_marks()):
-            if after.at >= at:
-                duration = after.at - before.at
-                share = (at - before.at) / duration if duration > 0 else 1.0
+    def units_at(self, host_s: float) -> float:
+        """Returns the number of units that were finished at a time."""
+        for before, after in pairwise(self._marks_with_begin_and_end()):
+            if after.host_s >= host_s:
+                duration_s = after.host_s - before.host_s
+                share = (host_s - before.host_s) / duration_s if duration_s > 0 else 1.0
                 return before.units + max(0.0, share) * (after.units - before.units)
         return float(self.count)
+
+    def time_of_units(self, units: float) -> float:
+        """Returns when this number of units was finished."""
+        for before, after in pairwise(self._marks_with_begin_and_end()):
+            if after.units >= units:
+                advance = after.units - before.units
+                share = (units - before.units) / advance if advance > 0 else 1.0
+                return before.host_s + share * (after.host_s - before.host_s)
+        return self.ended
+
+    def units_at_speed_of(self, reference: "Window", host_s: float) -> float:
+        """Returns the number of units that were finished at a time, if work after the last mark was as in `reference`.
+
+        So a unit may take longer than others. `reference`: the same work, undisturbed.
+        """
+        marks_until_then = bisect_right(self.marks, host_s, key=lambda mark: mark.host_s)
+        if not marks_until_then:
+            return 0.0
+        mark = self.marks[marks_until_then - 1]
+        since_mark_s = host_s - mark.host_s
+        # The reference had as many units as the mark at this time, and then worked for as long.
+        time_in_reference = reference.time_of_units(mark.units)
+        return reference.units_at(time_in_reference + since_mark_s)
 
 
 class Worker(Protocol):
@@ -102,11 +111,13 @@ class Worker(Protocol):
 
 @dataclass
 class Work:
-    """The workloads of one guest. `run_dir`: Rekindle's; `console`: the guest's console log, if not in `run_dir`."""
+    """The workloads of one guest."""
 
     guest: Worker
     run_dir: Path
+    """Rekindle's run directory."""
     console: Path | None = None
+    """The guest's console log, if it is not in `run_dir`."""
 
     def __post_init__(self) -> None:
         self._console = Tail(self.console or self.run_dir / self.guest.name / "console.log")
@@ -128,8 +139,8 @@ class Work:
         """Ends the work under way."""
         self._send_command("stop")
 
-    def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
-        """Executes a piece of work, from unit `first` on, and returns its times. Calls `at` after each mark.
+    def run(self, what: str, count: int, first: int = 1, on_mark: Callable[[Window], None] | None = None) -> Window:
+        """Executes a piece of work, from unit `first` on, and returns its times. Calls `on_mark` after each mark.
 
         The same `what`, `count` and `first` are the same work.
         """
@@ -147,8 +158,8 @@ class Work:
                     window.began = now
                 elif report[1] == "at":
                     window.marks.append(Mark(now, int(argument)))
-                    if at is not None:
-                        at(window)
+                    if on_mark is not None:
+                        on_mark(window)
                 else:
                     window.ended, window.digest = now, argument
                     return window

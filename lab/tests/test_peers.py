@@ -1,19 +1,13 @@
-"""The command line of a peer, and the QMP client that drives it.
+"""The command line of the peer `cpr-transfer`, by which QEMU replaces itself.
 
-A peer is another way to do what Rekindle does, here QEMU's own `cpr-transfer`. It runs the same virtual hardware as a
-VM of Rekindle, so its command line is made from that VM's. QMP is QEMU's control protocol, JSON lines on a unix socket.
+The peer runs the same virtual hardware as a VM of Rekindle, so its command line is made from that VM's.
 """
 
 import itertools
 import json
-import socket
-import threading
 from pathlib import Path
 
-import pytest
-
 from rekindle_lab.peers.cpr import arguments
-from rekindle_lab.qmp import Qmp, QmpError
 
 REKINDLE_COMMAND_LINE = [
     "/usr/bin/qemu-system-x86_64",
@@ -63,54 +57,3 @@ def test_the_destination_waits_at_the_cpr_channel():
     channel = json.loads(cpr_channel)
     assert channel["channel-type"] == "cpr"
     assert channel["addr"]["path"] == "/peer/3/cpr.sock"
-
-
-class FakeQemu:
-    """Answers QMP on a unix socket with the given replies."""
-
-    def __init__(self, path, *replies):
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(str(path))
-        self.listener.listen()
-        self.replies = list(replies)
-        self.thread = threading.Thread(target=self.serve, daemon=True)
-        self.thread.start()
-
-    def serve(self):
-        connection, _ = self.listener.accept()
-        with connection, connection.makefile("rw") as stream:
-            stream.write('{"QMP": {}}\n')
-            stream.flush()
-            for reply in ['{"return": {}}', *self.replies]:
-                stream.readline()
-                stream.write(reply + "\n")
-                stream.flush()
-
-
-# As QEMU sends it when the guest stops.
-STOP = '{"event": "STOP", "timestamp": {"seconds": 12, "microseconds": 34}}'
-
-
-def test_events_keep_qemus_own_time(tmp_path):
-    """The time is QEMU's time stamp in microseconds, not the time at which the event was read."""
-    FakeQemu(tmp_path / "s", f'{STOP}\n{{"return": {{"status": "paused"}}}}')  # the event arrives before the reply
-    with Qmp(tmp_path / "s", 5) as qmp:
-        assert qmp.execute("query-status") == {"status": "paused"}
-        event = qmp.wait_event("STOP", 1)
-        assert (event.name, event.host_us) == ("STOP", 12 * 1_000_000 + 34)
-
-
-def test_an_error_names_command_and_reason(tmp_path):
-    FakeQemu(tmp_path / "s", '{"error": {"class": "GenericError", "desc": "no such thing"}}')
-    with Qmp(tmp_path / "s", 5) as qmp, pytest.raises(QmpError, match="migrate: no such thing"):
-        qmp.execute("migrate")
-
-
-def test_a_closed_connection_and_a_dead_qemu_are_errors(tmp_path):
-    FakeQemu(tmp_path / "s")
-    with Qmp(tmp_path / "s", 5) as qmp, pytest.raises(QmpError):
-        qmp.wait_event("RESUME", 5)
-    with pytest.raises(QmpError, match="ended"):
-        Qmp(tmp_path / "none", 5, alive=lambda: False)
-    with pytest.raises(QmpError, match="no QMP socket within"):
-        Qmp(tmp_path / "none", 0.05)

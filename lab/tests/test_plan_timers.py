@@ -11,7 +11,7 @@ import signal
 import subprocess
 
 import pytest
-from made_plan import TEXT, fleet
+from invented_fleet import TEXT, fleet
 from waiting import wait_until
 
 from rekindle_lab.models.parameters import DAY_S
@@ -23,14 +23,14 @@ START_UNIX_S = 1_800_000_000
 
 
 def host_plan(name="web-2"):
-    """Returns a host's part of the plan of `made_plan`."""
+    """Returns a host's part of the plan of `invented_fleet`."""
     return of_host(make(fleet()), name, START_UNIX_S)
 
 
 def test_a_hosts_phases_follow_from_its_place_in_the_order():
     plan = host_plan()
-    place = make(fleet()).rolling.hosts.index("web-2")
-    assert plan.vmm_phase_s == START_UNIX_S + round(place * 28 * DAY_S / 10)  # 10 hosts in 28 days
+    index = make(fleet()).rolling.hosts.index("web-2")
+    assert plan.vmm_phase_s == START_UNIX_S + round(index * 28 * DAY_S / 10)  # 10 hosts in 28 days
     assert [vm.name for vm in plan.vms] == ["front-1", "front-2", "gpu"]
     phases = [vm.os_phase_s for vm in plan.vms]
     assert phases[1] - phases[0] == pytest.approx(7 * DAY_S / 3, abs=1)  # three VMs in the OS's 7 days

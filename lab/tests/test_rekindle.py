@@ -7,7 +7,7 @@ an answer to the probe.
 from pathlib import Path
 
 import pytest
-from made_up import START_US, record
+from invented_record import START_US, record
 
 from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_around
 

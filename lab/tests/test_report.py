@@ -1,6 +1,6 @@
 """The report of an experiment, opened in a real browser (Debian's chromium, which scripts/setup installs).
 
-The experiment is `made_runs.campaign`: 32 runs of two levels and two responses, and here one failed attempt in
+The experiment is `invented_runs.campaign`: 32 runs of two levels and two responses, and here one failed attempt in
 addition. Its report is a folder with the page (report.html), and its plots and tables as PNG and CSV.
 """
 
@@ -11,7 +11,7 @@ import shutil
 from base64 import b64decode
 
 import pytest
-from made_runs import campaign, line, order_json, write
+from invented_runs import campaign, line, order_json, write
 from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 

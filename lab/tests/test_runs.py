@@ -1,14 +1,14 @@
 """The checks of a file of runs: bad input is reported with its row and column, and never ignored silently.
 
-The file is that of `made_runs.campaign`: 32 runs, 16 of each level of the factor "technique" ("cold", "kexec"), with
-the responses downtime_s and throughput_per_s. Each test changes some lines; `lines[n]` is row n + 1 of the file and, as
-long as no run was repeated, run n + 1 of the order.
+The file is that of `invented_runs.campaign`: 32 runs, 16 of each level of the factor "technique" ("cold", "kexec").
+Its responses are downtime_s and throughput_per_s. Each test changes some lines; `lines[n]` is row n + 1 of the file
+and, as long as no run was repeated, run n + 1 of the order.
 """
 
 import json
 
 import pytest
-from made_runs import campaign, line, order_json, write
+from invented_runs import campaign, line, order_json, write
 from typer.testing import CliRunner
 
 from rekindle_lab.analysis.runs import Order, RunsError, read

@@ -32,9 +32,9 @@ def add_vm(space, run_dir, name):
 
 
 def test_its_names_are_read_again(space):
-    """Its `leaves` are recorded as JSON; older records have one namespace instead of a list."""
-    assert Workspace.from_leaves(space.binary, space.leaves) == space
-    assert Workspace.from_leaves(space.binary, {**space.leaves, "netns": "one"}).namespaces == ("one",)
+    """Its `leftovers` are recorded as JSON; older records have one namespace instead of a list."""
+    assert Workspace.from_leftovers(space.binary, space.leftovers) == space
+    assert Workspace.from_leftovers(space.binary, {**space.leftovers, "netns": "one"}).namespaces == ("one",)
 
 
 def test_the_vms_of_all_run_directories_are_stopped(space, tmp_path):

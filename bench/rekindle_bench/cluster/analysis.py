@@ -35,30 +35,45 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     in n: a figure with fewer rows than planned has missed its bar.
     """
     findings = Findings(raw)
+    # Also the kills that measure the time of a fail-over are faults.
+    faults = frame[frame["case"].isin(FAULTS)]
+    _fail_over_times(frame, findings)
+    _outcomes(faults, findings)
+    _add(findings, "spare_memory", "", numbers(faults["spare_bytes"] / faults["guest_bytes"]))
+    _output(frame, findings)
+    _unknown_outcomes(faults, findings)
+    return findings
+
+
+def _fail_over_times(frame: pd.DataFrame, findings: Findings) -> None:
+    """Adds the time from a node's death, and from its fencing, to the first answer of its guest elsewhere."""
     kills = matching(frame, case="failover", recovered=True)
     planned = _planned(frame, ["failover"])
     _add(findings, "failover_s", "s", seconds(numbers(kills["answer_us"] - kills["at_us"])), planned)
     _add(findings, "failover_restore_s", "s", seconds(numbers(kills["answer_us"] - kills["fenced_us"])), planned)
-    # The figures below cover all faults, also the kills that measure the time of a fail-over.
-    faulted = frame[frame["case"].isin(FAULTS)]
+
+
+def _outcomes(faults: pd.DataFrame, findings: Findings) -> None:
+    """Adds how often two guests ran, how many ticks were lost, and how often the cluster did not recover."""
     # Two figures are meaningless for kills alone: without the case `faults` they are reported as missing.
-    several_kinds = faulted if "faults" in set(faulted["case"]) else faulted.iloc[:0]
-    without_held_output = several_kinds[~several_kinds["case"].isin(("held", "held-off"))]
+    several_kinds = faults if "faults" in set(faults["case"]) else faults.iloc[:0]
+    without_output_commit = several_kinds[~several_kinds["case"].isin(("held", "held-off"))]
     _add_sum(findings, "split_brain", several_kinds, "overlaps")
-    _add_sum(findings, "counter_back", without_held_output, "beyond")
-    _add_sum(findings, "counter_back_held", matching(faulted, case="held"), "beyond")
-    _add_sum(findings, "counter_back_held_off", matching(faulted, case="held-off"), "beyond")
-    not_recovered = faulted.assign(not_recovered=~faulted["recovered"])
-    _add_sum(findings, "not_recovered", not_recovered, "not_recovered", n=len(faulted))
-    _add(findings, "spare_memory", "", numbers(faulted["spare_bytes"] / faulted["guest_bytes"]))
-    _output(frame, findings)
-    killed = faulted[faulted["kind"].isin(KILLS)]
-    unfenced = int(killed["fenced_us"].isna().sum())
+    _add_sum(findings, "counter_back", without_output_commit, "beyond")
+    _add_sum(findings, "counter_back_held", matching(faults, case="held"), "beyond")
+    _add_sum(findings, "counter_back_held_off", matching(faults, case="held-off"), "beyond")
+    not_recovered = faults.assign(not_recovered=~faults["recovered"])
+    _add_sum(findings, "not_recovered", not_recovered, "not_recovered", n=len(faults))
+
+
+def _unknown_outcomes(faults: pd.DataFrame, findings: Findings) -> None:
+    """Reports kills without a time of fencing, and faults from which the cluster did not recover."""
+    kills = faults[faults["kind"].isin(KILLS)]
+    unfenced = int(kills["fenced_us"].isna().sum())
     if unfenced:
-        findings.absent.append(f"the time of fencing: not known of {unfenced} of {len(killed)} kills")
-    for _, row in faulted[~faulted["recovered"]].iterrows():
+        findings.absent.append(f"the time of fencing: not known of {unfenced} of {len(kills)} kills")
+    for _, row in faults[~faults["recovered"]].iterrows():
         findings.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
-    return findings
 
 
 def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
@@ -85,7 +100,7 @@ def _add_sum(findings: Findings, name: str, rows: pd.DataFrame, column: str, *, 
 
 
 def _output(frame: pd.DataFrame, findings: Findings) -> None:
-    """Compares output commit with protection alone at the same interval: round trips, and answers per second."""
+    """Compares output commit with checkpoints alone at the same interval: round trips, and answers per second."""
     windows = matching(frame, case="output")
     if not len(windows):
         findings.report_missing("output_commit_rtt")

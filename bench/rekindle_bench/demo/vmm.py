@@ -30,7 +30,7 @@ def summary(records: Sequence[Record]) -> str:
                 "QEMU": record.versions,
                 "guest-stopped time": stopped(record),
                 "service gap": style.duration(record.gap_ms),
-                "requests lost": record.lost,
+                "requests lost": record.failed_requests,
             }
             for record in records
         ]

@@ -160,12 +160,8 @@ def draw(reboots: Sequence[Reboot], path: Path) -> None:
         _panel(axes, reboot, -BEFORE_S, max(other.end for other in reboots))
     all_axes[0][0].set_ylabel("MB/s")
     all_axes[0][0].set_ylim(0)
-    figure.suptitle(
-        f"A web server while its guest is rebooted; its disk is limited to {BYTES_PER_S / 1e6:g} MB/s",
-        x=0.01,
-        ha="left",
-        fontweight="bold",
-    )
+    limit = f"{BYTES_PER_S / 1e6:g} MB/s"
+    style.title(figure, f"A web server while its guest is rebooted; its disk is limited to {limit}")
     figure.text(
         0.01, -0.04, "grey: until all services answer; dotted: as many files served as there are; hatched: not watched"
     )

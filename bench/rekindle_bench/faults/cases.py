@@ -41,6 +41,11 @@ class Job(NamedTuple):
     checked: int
     """1 if digests are checked, else 0."""
 
+    @property
+    def label(self) -> str:
+        """The type of faults, and whether digests are unchecked, for messages."""
+        return self.kind if self.checked else f"{self.kind}, unchecked"
+
 
 def jobs(plan: Plan, finished: dict[tuple[str, int], int]) -> list[Job]:
     """Returns the remaining runs. `finished`: number of finished runs, by type and by whether digests were checked.
@@ -60,6 +65,51 @@ def jobs(plan: Plan, finished: dict[tuple[str, int], int]) -> list[Job]:
     return jobs_left
 
 
+class Lane:
+    """Runs one job after the other, in a guest for each kind of disk server. The first job with it boots the guest."""
+
+    def __init__(self, env: FaultEnvironment, plan: Plan, index: int, lock: threading.Lock) -> None:
+        """`lock`: held while rows and errors of the environment, which all lanes share, are appended."""
+        self._env = env
+        self._plan = plan
+        self._index = index
+        self._lock = lock
+        self._subjects: dict[int, tuple[Subject, ExitStack]] = {}
+        """The guests, by `Job.checked`, each with what ends it."""
+
+    def run(self, job: Job) -> None:
+        """Runs a job, and appends its row."""
+        kind = BY_NAME[job.kind]
+        seed = 1000 * job.block + self._index
+        row = Row(kind=job.kind, of_class=kind.of_class, checked=job.checked, block=job.block, seed=seed)
+        began = time.monotonic()
+        try:
+            one_run(self._env, self._subject(job.checked), kind, row, self._plan)
+        except (NoAnswerError, RekindleError, OSError, ValueError) as error:
+            row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
+            self._env.log(f"{job.kind}: {row.note}")
+            with self._lock:
+                self._env.errors.append(f"run {job.block} of {job.label}: {row.note}")
+            # The state of the guest is unknown, so the guest is not used again.
+            if job.checked in self._subjects:
+                self._subjects.pop(job.checked)[1].close()
+        row.us = int((time.monotonic() - began) * 1e6)
+        with self._lock:
+            self._env.rows.append(row)
+
+    def _subject(self, checked: int) -> Subject:
+        if checked not in self._subjects:
+            stack = ExitStack()
+            self._subjects[checked] = (stack.enter_context(self._env.subject(self._index, checked)), stack)
+        return self._subjects[checked][0]
+
+    def close(self) -> None:
+        """Ends the guests."""
+        with ExitStack() as all_stacks:  # closes the others, too, if one fails
+            for _, stack in self._subjects.values():
+                all_stacks.callback(stack.close)
+
+
 def faults(env: FaultEnvironment, plan: Plan) -> None:
     """Runs all faults, several guests at a time."""
     waiting = jobs(plan, env.finished)
@@ -70,39 +120,17 @@ def faults(env: FaultEnvironment, plan: Plan) -> None:
             late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
             return None if late or not waiting or stopping.is_set() else waiting.pop(0)
 
-    def lane(index: int) -> None:
-        subjects: dict[int, tuple[Subject, ExitStack]] = {}
+    def run_jobs(index: int) -> None:
+        lane = Lane(env, plan, index, lock)
         try:
             while job := next_job():
-                block, name, checked = job
-                env.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
-                row = Row(
-                    kind=name, of_class=BY_NAME[name].of_class, checked=checked, block=block, seed=1000 * block + index
-                )
-                began = time.monotonic()
-                try:
-                    if checked not in subjects:
-                        stack = ExitStack()
-                        subjects[checked] = (stack.enter_context(env.subject(index, checked)), stack)
-                    one_run(env, subjects[checked][0], BY_NAME[name], row, plan)
-                except (NoAnswerError, RekindleError, OSError, ValueError) as error:
-                    # The state of the guest is unknown, so the guest is not used again.
-                    row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
-                    env.log(f"{name}: {row.note}")
-                    with lock:
-                        env.errors.append(f"run {block} of {name}{'' if checked else ', unchecked'}: {row.note}")
-                    if checked in subjects:
-                        subjects.pop(checked)[1].close()
-                row.us = int((time.monotonic() - began) * 1e6)
-                with lock:
-                    env.rows.append(row)
+                env.log(f"run {total - len(waiting)} of {total}: {job.label}")
+                lane.run(job)
         finally:
-            with ExitStack() as all_stacks:  # closes the others, too, if one fails
-                for _, stack in subjects.values():
-                    all_stacks.callback(stack.close)
+            lane.close()
 
     stopping = threading.Event()
-    in_lanes(plan.lanes, lane, stopping, lambda: env.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
+    in_lanes(plan.lanes, run_jobs, stopping, lambda: env.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
     if waiting:
         env.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
 

@@ -111,17 +111,17 @@ class Code:
             instructions = self.instructions(rng.choice(functions))
             possible = [
                 (instruction, new)
-                for place, instruction in enumerate(instructions)
+                for index, instruction in enumerate(instructions)
                 if instruction.address not in changed
-                for new in self.faulty(kind, place, instruction)
+                for new in self.faulty(kind, index, instruction)
             ]
             if possible:
                 instruction, new = rng.choice(possible)
                 changed.add(instruction.address)
                 yield Change(instruction.address, bytes(instruction.bytes), new)
 
-    def faulty(self, kind: str, place: int, instruction: capstone.CsInsn) -> list[bytes]:
-        """Returns replacements of the `place`-th instruction of its function; none if the fault does not apply."""
+    def faulty(self, kind: str, index: int, instruction: capstone.CsInsn) -> list[bytes]:
+        """Returns replacements of the instruction with this index in its function; none if the fault does not apply."""
         old = bytes(instruction.bytes)
         nops = bytes([NOP]) * len(old)
         if instruction.id == x86.X86_INS_NOP:
@@ -134,7 +134,7 @@ class Code:
             case "initialization":
                 return [nops] if _stores_to_frame(instruction) else []
             case "interface":
-                return [nops] if place < _PROLOGUE and _reads_parameter(instruction) else []
+                return [nops] if index < _PROLOGUE and _reads_parameter(instruction) else []
             case "branch":
                 if old[0] in _REPEAT and instruction.id in _STRING:
                     return [bytes([NOP]) + old[1:]]

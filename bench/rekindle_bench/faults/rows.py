@@ -20,41 +20,46 @@ class Row:
     kind: str
     """Type of the faults: `kinds.Kind.name`."""
     of_class: str
+    """Class of the type: `kinds.Kind.of_class`."""
     checked: int
-    """1: the server checks digests; 0: the server was built with `unchecked-attic`."""
+    """1 if the disk server checks digests; 0 if it was built without that (feature `unchecked-attic`)."""
     block: int
-    """Number of the set of runs that has each type once."""
+    """Number of the repetition. A repetition has one run of each type."""
     seed: int
     """Seed of the guest's load."""
     put: int = 0
     """Number of injected faults."""
     outcome: str = ""
+    """State of the guest before its reboot: one of `OUTCOMES`."""
     way: str = ""
     """Way of the reboot: `watch` (automatically), `host` (`rekindle reboot os`), `recover`."""
     oops: int = 0
     """1 if the guest's kernel has reported an error on the console, else 0."""
     kept: int | None = None
-    """Blocks that the retained cache could have when the guest began to boot."""
+    """Number of blocks in the retained cache when the guest began to boot."""
     served: int | None = None
-    """Of these: blocks that the server returned to the guest."""
+    """Number of blocks of the retained cache that the server returned to the guest."""
     refused: int | None = None
-    """Of these: blocks that the server read from the disk, since their digest was wrong."""
+    """Number of blocks of the retained cache whose digest was wrong, so that the server read them from the disk."""
     overwritten: int | None = None
-    """Of these: blocks that the guest has written before it read them."""
+    """Number of blocks of the retained cache that the guest has written before it read them."""
     dropped: int | None = None
+    """Number of blocks of the retained cache that the server has dropped."""
     compared: int | None = None
-    """Blocks that were read from the guest."""
+    """Number of blocks that were read from the guest and compared with the disk."""
     wrong: int | None = None
-    """Compared blocks that differ from the disk."""
+    """Number of compared blocks that differ from the disk."""
     where: list[int] = field(default_factory=list)
-    """The first of the blocks that differ."""
+    """Numbers of the first blocks that differ from the disk."""
     hit: list[int] = field(default_factory=list)
-    """Blocks whose page-cache frames were damaged; known only for faults from outside that target such frames."""
+    """Numbers of the blocks whose page-cache frames were damaged; known only for faults from outside the guest that
+    target such frames."""
     hit_wrong: int | None = None
-    """Damaged blocks (`hit`) that differ from the disk."""
+    """Number of damaged blocks (`hit`) that differ from the disk."""
     us: int | None = None
-    """Duration of the run in microseconds."""
+    """Duration of the run, in microseconds."""
     note: str = ""
+    """The error that ended the run, or a remark on it."""
 
 
 def read(path: Path) -> pd.DataFrame:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from rekindle_lab.rekindle import RekindleError
 
 from . import direct, reboot
 from .emulated_hosts import HostEnvironment
-from .fault_points import FAULTS
+from .fault_points import FAULTS, Fault
 from .machine import Guest, Machine, MachineError, machine
 from .plan import SMALL_MIB, Plan
 from .rows import HOWS, Row
@@ -42,13 +43,15 @@ class Rounds:
     """The remaining reboots of one case, for as long as the plan's time lasts."""
 
     def __init__(self, env: HostEnvironment, plan: Plan, case: str) -> None:
-        self.env, self.plan, self.case = env, plan, case
+        self.env = env
+        self.plan = plan
+        self.case = case
 
     def remaining(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> range:
         """Returns the numbers of the reboots, of `count` in total, that have no rows of an earlier run."""
         return range(self.env.finished.get((self.case, how, vms, memory_mib, where), 0), count)
 
-    def of(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> Iterator[int]:
+    def until_late(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> Iterator[int]:
         """Yields the numbers of the remaining reboots, until the time is over."""
         for round_number in self.remaining(how, vms, memory_mib, count, where):
             if self.plan.budget_s is not None and time.monotonic() - self.env.began > self.plan.budget_s:
@@ -68,25 +71,30 @@ def host(env: HostEnvironment) -> Iterator[Machine]:
         yield emulated
 
 
-def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, counts: dict[str, int]) -> None:
-    """Reboots a number of guests in each way, in one emulated host."""
+def reboot_in_each_way(
+    env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, counts: dict[str, int]
+) -> None:
+    """Reboots a number of guests in each way, in one emulated host. `counts`: number of reboots by way."""
     rounds = Rounds(env, plan, case)
     if not any(rounds.remaining(how, vms, memory_mib, counts.get(how, 0)) for how in HOWS):
         return
     with host(env) as emulated, reboot.with_guests(emulated, vms, memory_mib) as guests:
         for how in HOWS:
-            for round_number in rounds.of(how, vms, memory_mib, counts.get(how, 0)):
+            for round_number in rounds.until_late(how, vms, memory_mib, counts.get(how, 0)):
                 rebooted = reboot_once(env, emulated, guests, case, round_number, how)
                 if how in env.breakdown_of(vms) and round_number == 0:
-                    env.records.append(
-                        {
-                            "how": how,
-                            "vms": vms,
-                            "command_us": rebooted.command_us,
-                            "stages": rebooted.stages,
-                            "probe": rebooted.probes[guests[0].name],
-                        }
-                    )
+                    env.records.append(_throughput_record(how, vms, rebooted, guests[0].name))
+
+
+def _throughput_record(how: str, vms: int, rebooted: reboot.Rebooted, guest_name: str) -> dict[str, Any]:
+    """Returns what figure 8 shows of one reboot: its stages, and the report of a guest's client."""
+    return {
+        "how": how,
+        "vms": vms,
+        "command_us": rebooted.command_us,
+        "stages": rebooted.stages,
+        "probe": rebooted.probes[guest_name],
+    }
 
 
 def reboot_once(
@@ -100,8 +108,10 @@ def reboot_once(
 ) -> reboot.Rebooted:
     """Reboots once and appends the rows; afterwards all guests are ready for another reboot."""
     rebooted = reboot.reboot(emulated, env.rekindle, guests, how, fault=bool(fault))
-    if rebooted.token != (how == "warm"):
-        raise MachineError(f"the kernel was {'' if rebooted.token else 'not '}entered by kexec, with --how {how}")
+    if rebooted.entered_by_kexec != (how == "warm"):
+        raise MachineError(
+            f"the kernel was {'' if rebooted.entered_by_kexec else 'not '}entered by kexec, with --how {how}"
+        )
     for guest in guests:
         emulated.ask(f"rekindle recover {guest.name} || :")
     sessions = {guest.name: guest.echoes(b"after") for guest in guests}
@@ -117,29 +127,29 @@ def reboot_once(
 def sizes(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one guest, from small to large."""
     for memory_mib, counts in plan.ways_by_mib.items():
-        ways(env, plan, "sizes", 1, memory_mib, counts)
+        reboot_in_each_way(env, plan, "sizes", 1, memory_mib, counts)
 
 
 def counts(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one small guest, then with several."""
     for vms, rounds_by_way in plan.ways_by_vms.items():
-        ways(env, plan, "counts", vms, SMALL_MIB, rounds_by_way)
+        reboot_in_each_way(env, plan, "counts", vms, SMALL_MIB, rounds_by_way)
 
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm several times in a row, with connections open during all reboots."""
-    ways(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.rounds_in_a_row})
+    reboot_in_each_way(env, plan, "losses", FAULT_VMS, SMALL_MIB, {"warm": plan.rounds_in_a_row})
 
 
 def faults(env: HostEnvironment, plan: Plan) -> None:
     """Reboots warm with a fault at a random point: first guests on this machine, then an emulated host."""
     rounds = Rounds(env, plan, "faults")
     if rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.direct_faults, "direct"):
-        on_this_machine(env, rounds, plan.direct_faults)
+        reboot_guests_of_this_machine(env, rounds, plan.direct_faults)
     if not rounds.remaining("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
         return
     with host(env) as emulated, reboot.with_guests(emulated, FAULT_VMS, SMALL_MIB) as guests:
-        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
+        for round_number in rounds.until_late("warm", FAULT_VMS, SMALL_MIB, plan.emulated_faults):
             fault = random.Random(f"emulated {round_number}").choice(FAULTS)
             emulated.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
             emulated.write(DROP_IN.format(command=fault.command), DROP_IN_TEXT[fault.command].format(fault=fault))
@@ -147,7 +157,7 @@ def faults(env: HostEnvironment, plan: Plan) -> None:
             reboot_once(env, emulated, guests, "faults", round_number, "warm", str(fault))
 
 
-def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
+def reboot_guests_of_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
     """Suspends guests of this machine under TCG, ends their QEMUs, and resumes the guests as after a boot.
 
     `count`: number of reboots in total. A guest that is lost ends the case, since the next reboot needs it.
@@ -158,37 +168,45 @@ def on_this_machine(env: HostEnvironment, rounds: Rounds, count: int) -> None:
     on_host = replace(env, rekindle=rekindle)
     guests = [env.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, FAULT_VMS + 1)]
     with on_host.ours(guests[0]), on_host.ours(guests[1]):
-        for round_number in rounds.of("warm", FAULT_VMS, SMALL_MIB, count, "direct"):
+        for round_number in rounds.until_late("warm", FAULT_VMS, SMALL_MIB, count, "direct"):
             for guest in guests:
                 guest.command("touch 32M 7")
-            boots = {guest.name: guest.command("boot-id") for guest in guests}
+            boot_ids = {guest.name: guest.command("boot-id") for guest in guests}
             fault = random.Random(f"direct {round_number}").choice(FAULTS)
-            names = [guest.name for guest in guests]
-            note = ""
-            try:
-                if not direct.reboot(rekindle, env.netns, names, fault, token=f"round{round_number}"):
-                    note = "the fault did not happen"
-            except RekindleError as error:
-                note = str(error)[:300]
-                env.errors.append(f"faults {round_number}, {fault}: {note}")
+            note = _reboot_directly(env, rekindle, list(boot_ids), fault, round_number)
             for guest in guests:
-                outcome = direct.outcome(guest, boots[guest.name])
-                env.rows.append(
-                    Row(
-                        case="faults",
-                        how="warm",
-                        vms=FAULT_VMS,
-                        memory_mib=SMALL_MIB,
-                        round=round_number,
-                        vm=guest.name,
-                        where="direct",
-                        outcome=outcome,
-                        fault=str(fault),
-                        note=note,
-                    )
-                )
-                if outcome == "gone":
+                row = _direct_row(guest.name, round_number, direct.outcome(guest, boot_ids[guest.name]), fault, note)
+                env.rows.append(row)
+                if row.outcome == "gone":
                     raise RekindleError(f"{guest.name} is lost after {fault}")
+
+
+def _reboot_directly(
+    env: HostEnvironment, rekindle: direct.DirectRekindle, names: list[str], fault: Fault, round_number: int
+) -> str:
+    """Suspends and resumes guests of this machine with a fault. Returns what went wrong, empty if nothing did."""
+    try:
+        has_happened = direct.reboot(rekindle, env.netns, names, fault, token=f"round{round_number}")
+    except RekindleError as error:
+        note = str(error)[:300]
+        env.errors.append(f"faults {round_number}, {fault}: {note}")
+        return note
+    return "" if has_happened else "the fault did not happen"
+
+
+def _direct_row(vm: str, round_number: int, outcome: str, fault: Fault, note: str) -> Row:
+    return Row(
+        case="faults",
+        how="warm",
+        vms=FAULT_VMS,
+        memory_mib=SMALL_MIB,
+        round=round_number,
+        vm=vm,
+        where="direct",
+        outcome=outcome,
+        fault=str(fault),
+        note=note,
+    )
 
 
 CASES: dict[str, Callable[[HostEnvironment, Plan], None]] = {

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rekindle_bench.omissions import fewer
 from rekindle_lab.guests import size
 
 SMALL_MIB = 128
@@ -54,21 +55,20 @@ QUICK = Plan(
 
 def left_out(plan: Plan) -> list[str]:
     """Lists the reboots that `plan` omits from the full plan."""
-    lines = []
-    for what, full, own in (
-        ("guest with", FULL.ways_by_mib, plan.ways_by_mib),
-        ("guests:", FULL.ways_by_vms, plan.ways_by_vms),
-    ):
-        for key, ways in full.items():
-            label = f"1 {what} {size(key)}" if full is FULL.ways_by_mib else f"{what} {key}"
-            fewer = [f"{how} {own.get(key, {}).get(how, 0)} of {n}" for how, n in ways.items()]
-            if own.get(key, {}) != ways:
-                lines.append(f"{label}: {', '.join(fewer)}")
-    for what, name in (
-        ("warm reboots in a row with connections open", "rounds_in_a_row"),
-        ("reboots of the emulated host with a fault", "emulated_faults"),
-        ("suspends and resumes on this machine with a fault", "direct_faults"),
-    ):
-        if getattr(plan, name) < getattr(FULL, name):
-            lines.append(f"{what}: {getattr(plan, name)} of {getattr(FULL, name)}")
-    return lines
+    lines: list[str] = []
+    for mib, full in FULL.ways_by_mib.items():
+        lines += _fewer_reboots(f"1 guest with {size(mib)}", plan.ways_by_mib.get(mib, {}), full)
+    for count, full in FULL.ways_by_vms.items():
+        lines += _fewer_reboots(f"guests: {count}", plan.ways_by_vms.get(count, {}), full)
+    return [
+        *lines,
+        *fewer("warm reboots in a row with connections open", plan.rounds_in_a_row, FULL.rounds_in_a_row),
+        *fewer("reboots of the emulated host with a fault", plan.emulated_faults, FULL.emulated_faults),
+        *fewer("suspends and resumes on this machine with a fault", plan.direct_faults, FULL.direct_faults),
+    ]
+
+
+def _fewer_reboots(guests: str, own: dict[str, int], full: dict[str, int]) -> list[str]:
+    """Returns a line with the reboots of each way, if they differ from the full plan."""
+    counts = [f"{how} {own.get(how, 0)} of {count}" for how, count in full.items()]
+    return [] if own == full else [f"{guests}: {', '.join(counts)}"]

@@ -1,6 +1,6 @@
-"""Plots the paper's figures 5 to 8."""
+"""Plots figures 5 to 8 of the RootHammer paper (TDSC 2010), as measured here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +8,14 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from rekindle_bench.median_lines import draw_median_lines
 from rekindle_lab import style
 from rekindle_lab.guests import size
-from rekindle_lab.stats import median, p95
 
 from .analysis import STAGES, reboots
 from .rows import HOWS
 
-NAMES = {
+STAGE_LABELS = {
     "services": "services stop",
     "suspend": "suspend",
     "down": "shutdown",
@@ -24,8 +24,7 @@ NAMES = {
     "userspace": "user space",
     "resume": "resume, boot",
 }
-# Palette of Okabe and Ito, and greys for the host's own parts.
-COLOURS = {
+STAGE_COLOURS = {
     "services": "#DDDDDD",
     "suspend": "#CC79A7",
     "down": "#BBBBBB",
@@ -34,36 +33,23 @@ COLOURS = {
     "userspace": "#777777",
     "resume": "#56B4E9",
 }
+"""Palette of Okabe and Ito, and greys for the host's own stages."""
+STAGE_BAR_Y, STAGE_BAR_HEIGHT, PANEL_TOP = 1.2, 0.12, 1.35
+"""In figure 8: centre and height of the bar of stages, and end of the y axis, as multiples of the highest rate. So the
+bar is above the curve, with space around it."""
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
     by_reboot = reboots(frame[frame["where"] == "emulated"])
+    sizes, counts = (by_reboot[by_reboot["case"] == case] for case in ("sizes", "counts"))
     names: list[str] = []
-    for case, x, label, number in (
-        ("sizes", "memory_mib", "RAM of the guest", 5),
-        ("counts", "vms", "number of guests", 6),
-    ):
-        of_case = by_reboot[by_reboot["case"] == case]
-        if len(of_case):
-            path = folder / f"host-figure{number}.png"
-            values = sorted(int(value) for value in of_case[x].unique())
-            ticks = {value: size(value) if x == "memory_mib" else str(value) for value in values}
-            tasks(of_case, x, label, ticks, path, f"Suspend and resume of all guests (the paper's figure {number})")
-            names.append(path.name)
-    counts = by_reboot[by_reboot["case"] == "counts"]
+    if len(sizes):
+        names.append(draw_suspend_resume_by_size(sizes, folder))
     if len(counts):
-        figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
-        values = lines(axes, counts, "vms", "downtime_s")
-        axes.set_ylim(0, max(values, default=1.0) * 1.1)
-        axes.set_xticks(sorted({int(n) for n in counts["vms"]}))
-        axes.set_xlabel("number of guests")
-        axes.set_ylabel("downtime of the last guest (s; median, bar to p95)")
-        axes.legend()
-        figure.suptitle("What a client sees (the paper's figure 7)", x=0.01, ha="left", fontweight="bold")
-        style.save(figure, folder / "host-figure7.png")
-        names.append("host-figure7.png")
+        names.append(draw_suspend_resume_by_count(counts, folder))
+        names.append(draw_downtime_by_count(counts, folder))
     return names
 
 
@@ -72,77 +58,106 @@ def draw_throughput(records: Sequence[dict[str, Any]], folder: Path) -> list[str
     if not records:
         return []
     style.apply()
-    path = folder / "host-figure8.png"
-    breakdown(records, path)
-    return [path.name]
+    return [draw_throughput_around_reboots(records, folder)]
 
 
-def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
-    """Draws a line through the medians of each way, with a bar up to the 95th percentile. Returns the values drawn."""
-    drawn: list[float] = []
-    for how in HOWS:
-        rows = frame[(frame["how"] == how) & frame[column].notna()]
-        samples = {float(str(position)): list(group[column]) for position, group in rows.groupby(x, sort=True)}
-        if not samples:
-            continue
-        medians = [median(values) for values in samples.values()]
-        tops = [p95(values) for values in samples.values()]
-        drawn += tops
-        axes.errorbar(
-            list(samples),
-            medians,
-            yerr=[[0.0] * len(samples), [max(0.0, top - middle) for top, middle in zip(tops, medians, strict=True)]],
-            label=how,
-            color=style.COLOURS[how],
-            marker=style.MARKERS[how],
-            linestyle=style.LINES[how],
-            capsize=3,
-        )
-    return drawn
+def draw_suspend_resume_by_size(by_reboot: pd.DataFrame, folder: Path) -> str:
+    """Draws figure 5: time to suspend and resume one guest, by its RAM."""
+    ticks = {mib: size(mib) for mib in _values(by_reboot, "memory_mib")}
+    figure = _plot_suspend_resume(by_reboot, "memory_mib", "RAM of the guest", ticks)
+    style.title(figure, "Suspend and resume of all guests (the paper's figure 5)")
+    return _save(figure, folder, "host-figure5.png")
 
 
-def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: Path, title: str) -> None:
-    """Plots the time that work on guests takes before and after the host's own reboot."""
+def draw_suspend_resume_by_count(by_reboot: pd.DataFrame, folder: Path) -> str:
+    """Draws figure 6: time to suspend and resume all guests, by their number."""
+    ticks = {count: str(count) for count in _values(by_reboot, "vms")}
+    figure = _plot_suspend_resume(by_reboot, "vms", "number of guests", ticks)
+    style.title(figure, "Suspend and resume of all guests (the paper's figure 6)")
+    return _save(figure, folder, "host-figure6.png")
+
+
+def _plot_suspend_resume(by_reboot: pd.DataFrame, x: str, label: str, ticks: Mapping[int, str]) -> plt.Figure:
+    """Plots the time to suspend, and to resume, over the column `x`. `ticks`: labels by value of `x`."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained", sharey=True)
-    drawn: list[float] = []
-    in_ms = frame.assign(before_ms=frame["before_s"] * 1e3, after_ms=frame["after_s"] * 1e3)
-    for axes, column, name in zip(panels, ("before_ms", "after_ms"), ("before: suspend", "after: resume"), strict=True):
-        drawn += lines(axes, in_ms, x, column)
+    in_ms = by_reboot.assign(suspend_ms=by_reboot["before_s"] * 1e3, resume_ms=by_reboot["after_s"] * 1e3)
+    columns = {"suspend_ms": "before: suspend", "resume_ms": "after: resume"}
+    drawn_ms: list[float] = []
+    for axes, (column, name) in zip(panels, columns.items(), strict=True):
+        drawn_ms += draw_median_lines(axes, in_ms, HOWS, x, column)
         axes.set_title(name)
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.set_xlabel(label)
-    style.logarithmic_ms(panels[0], [value for value in drawn if value > 0])
+    style.logarithmic_ms(panels[0], drawn_ms)
     panels[0].set_ylabel("time (median; bar to p95)")
     panels[0].legend()
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    style.save(figure, path)
+    return figure
 
 
-def breakdown(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plots throughput over time around a reboot of each way, with the steps of the host."""
+def draw_downtime_by_count(by_reboot: pd.DataFrame, folder: Path) -> str:
+    """Draws figure 7: the longest downtime of a guest in a reboot, by the number of guests."""
+    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    drawn_s = draw_median_lines(axes, by_reboot, HOWS, "vms", "downtime_s")
+    axes.set_ylim(0, max(drawn_s, default=1.0) * 1.1)
+    axes.set_xticks(_values(by_reboot, "vms"))
+    axes.set_xlabel("number of guests")
+    axes.set_ylabel("downtime of the last guest (s; median, bar to p95)")
+    axes.legend()
+    style.title(figure, "What a client sees (the paper's figure 7)")
+    return _save(figure, folder, "host-figure7.png")
+
+
+def draw_throughput_around_reboots(records: Sequence[dict[str, Any]], folder: Path) -> str:
+    """Draws figure 8: a client's throughput around one reboot of each way, with the stages of the host's reboot."""
+    height = 1.2 + 2.2 * len(records)
     figure, panels = plt.subplots(
-        len(records), 1, figsize=(9, 1.2 + 2.2 * len(records)), squeeze=False, layout="constrained", sharex=True
+        len(records), 1, figsize=(9, height), squeeze=False, layout="constrained", sharex=True
     )
     for axes, record in zip(panels.flat, records, strict=True):
-        probe, zero = record["probe"], record["command_us"]
-        width = probe["interval_ms"] / 1e3
-        probe_start = (probe["started_unix_ns"] / 1e3 - zero) / 1e6
-        times = [probe_start + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
-        rate = [interval["answered"] / width for interval in probe["intervals"]]
-        axes.step(times, rate, where="post", color=style.COLOURS[record["how"]])
-        top = max(rate, default=1.0) or 1.0
-        stage_start = 0.0
-        for name in STAGES:
-            stage_s = max(record["stages"].get(f"{name}_us", 0), 0) / 1e6
-            axes.barh(1.2 * top, stage_s, left=stage_start, height=0.12 * top, color=COLOURS[name], label=NAMES[name])
-            stage_start += stage_s
-        axes.set_ylim(0, 1.35 * top)
+        highest_rate = _draw_rate(axes, record)
+        _draw_stages(axes, record["stages"], highest_rate)
+        axes.set_ylim(0, PANEL_TOP * highest_rate)
         axes.set_ylabel("connections/s")
         axes.set_title(f"{record['how']}, {record['vms']} guests")
     panels[-1][0].set_xlabel("time since the command (s)")
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(
-        "A guest's service while its host is rebooted (the paper's figure 8)", x=0.01, ha="left", fontweight="bold"
-    )
-    style.save(figure, path)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    style.title(figure, "A guest's service while its host is rebooted (the paper's figure 8)")
+    return _save(figure, folder, "host-figure8.png")
+
+
+def _draw_rate(axes: Axes, record: dict[str, Any]) -> float:
+    """Draws connections per second over the time since the command. Returns the highest rate; 1 if all are 0."""
+    probe = record["probe"]
+    interval_s = probe["interval_ms"] / 1e3
+    probe_start_s = (probe["started_unix_ns"] / 1e3 - record["command_us"]) / 1e6
+    times_s = [probe_start_s + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
+    rates = [interval["answered"] / interval_s for interval in probe["intervals"]]
+    axes.step(times_s, rates, where="post", color=style.COLOURS[record["how"]])
+    return max(rates, default=1.0) or 1.0
+
+
+def _draw_stages(axes: Axes, stages: Mapping[str, int], highest_rate: float) -> None:
+    """Draws the stages of a reboot as one bar above the rates. `stages`: duration of NAME in us, by `NAME_us`."""
+    begin_s = 0.0
+    for name in STAGES:
+        length_s = max(stages.get(f"{name}_us", 0), 0) / 1e6
+        axes.barh(
+            STAGE_BAR_Y * highest_rate,
+            length_s,
+            left=begin_s,
+            height=STAGE_BAR_HEIGHT * highest_rate,
+            color=STAGE_COLOURS[name],
+            label=STAGE_LABELS[name],
+        )
+        begin_s += length_s
+
+
+def _values(by_reboot: pd.DataFrame, column: str) -> list[int]:
+    """Returns the different values of a column, in ascending order."""
+    return sorted({int(value) for value in by_reboot[column]})
+
+
+def _save(figure: plt.Figure, folder: Path, name: str) -> str:
+    style.save(figure, folder / name)
+    return name

@@ -38,7 +38,7 @@ class Rebooted:
     """Steps of suspend and resume from Rekindle's timeline, by name of the VM."""
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Reports of the clients, by name of the VM."""
-    token: bool = False
+    entered_by_kexec: bool = False
     """Whether the new kernel was entered by kexec."""
 
 
@@ -97,17 +97,19 @@ def read_records(host: Machine, rebooted: Rebooted, names: Sequence[str]) -> Non
     files = " ".join(f"/run/rekindle/{name}/timeline.jsonl" for name in names)
     output = host.ask(f"cat /proc/cmdline; systemctl show -P UserspaceTimestampMonotonic; cat {files} 2>/dev/null || :")
     command_line, userspace, *lines = output.splitlines()
-    rebooted.token = "rekindle.token=" in command_line
+    rebooted.entered_by_kexec = "rekindle.token=" in command_line
     entries = [json.loads(line) for line in lines if line.strip()]
     rebooted.steps = {name: last_reboot([entry for entry in entries if entry["vm"] == name]) for name in names}
     rebooted.stages = stages(
         list(rebooted.steps.values()),
-        command=rebooted.command_us,
-        silent=_first_silence(rebooted),
-        saved=host.seen.last_line(SAVED_LINE, rebooted.command_us),
-        reset=host.seen.first_reset(rebooted.command_us),
-        kernel=rebooted.kernel_us,
-        userspace_us=int(userspace),
+        Milestones(
+            command_us=rebooted.command_us,
+            silent_us=_first_silence(rebooted),
+            saved_us=host.seen.last_line(SAVED_LINE, rebooted.command_us),
+            reset_us=host.seen.first_reset(rebooted.command_us),
+            kernel_us=rebooted.kernel_us,
+        ),
+        kernel_to_userspace_us=int(userspace),
     )
 
 
@@ -128,47 +130,70 @@ def _first_silence(rebooted: Rebooted) -> int | None:
     return min((start for start in starts if start), default=None)
 
 
+@dataclass(frozen=True)
+class Milestones:
+    """When a reboot has reached its stages, in microseconds since 1970 by this machine's clock."""
+
+    command_us: int
+    """The command to reboot was started."""
+    silent_us: int | None
+    """The first guest did not answer any more."""
+    saved_us: int | None
+    """The last guest was suspended or shut down."""
+    reset_us: int | None
+    """The machine was reset; `None` if kexec entered the kernel."""
+    kernel_us: int
+    """The new kernel began."""
+
+
 def stages(
-    all_steps: Sequence[Sequence[dict[str, Any]]],
-    *,
-    command: int,
-    silent: int | None,
-    saved: int | None,
-    reset: int | None,
-    kernel: int,
-    userspace_us: int,
+    steps_by_guest: Sequence[Sequence[dict[str, Any]]], milestones: Milestones, *, kernel_to_userspace_us: int
 ) -> dict[str, int]:
-    """Returns the fields of `Row` that all guests of one reboot share.
+    """Returns the durations of a reboot's stages: the fields of `Row` that all its guests share."""
+    steps = [step for of_guest in steps_by_guest for step in of_guest]
+    return {
+        "kernel_us": kernel_to_userspace_us,
+        **_suspend_stages([step for step in steps if step["operation"].startswith("host suspend")]),
+        **_resume_stages([step for step in steps if step["operation"] == "host resume"], kernel_to_userspace_us),
+        **_stages_between(milestones),
+    }
 
-    Times are by this machine's clock except `userspace_us`, which counts from the start of the kernel, as the monotonic
-    times of the resume's steps do.
-    """
 
-    def end_ns(step: dict[str, Any]) -> int:
-        return step["start_mono_ns"] + step["us"] * 1000
+def _end_ns(step: dict[str, Any]) -> int:
+    """Returns the end of a step by the monotonic clock of the kernel in which it ran, which starts with the kernel."""
+    return step["start_mono_ns"] + step["us"] * 1000
 
-    durations_us: dict[str, int] = {"kernel_us": userspace_us}
-    steps = [step for of_guest in all_steps for step in of_guest]
-    suspends = [step for step in steps if step["operation"].startswith("host suspend")]
-    resumes = [step for step in steps if step["operation"] == "host resume"]
-    if stops := [step for step in suspends if step["phase"] == "suspend"]:
+
+def _suspend_stages(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
+    durations_us: dict[str, int] = {}
+    if stops := [step for step in steps if step["phase"] == "suspend"]:
         first_ns = min(step["start_mono_ns"] for step in stops)
-        durations_us["suspend_us"] = (max(map(end_ns, stops)) - first_ns) // 1000
-    if ahead_us := [step["us"] for step in suspends if step["phase"] == "prepare"]:
-        durations_us["ahead_us"] = sum(ahead_us)
+        durations_us["suspend_us"] = (max(map(_end_ns, stops)) - first_ns) // 1000
+    if preparations_us := [step["us"] for step in steps if step["phase"] == "prepare"]:
+        durations_us["ahead_us"] = sum(preparations_us)
+    return durations_us
+
+
+def _resume_stages(steps: Sequence[dict[str, Any]], kernel_to_userspace_us: int) -> dict[str, int]:
     # From the last guest's bridges on, the host provides all that guests need.
-    ready_ns = max((end_ns(step) for step in resumes if step["step"] == "wait for its bridges"), default=None)
-    runs_ns = max((end_ns(step) for step in resumes if step["phase"] == "resume"), default=None)
-    if ready_ns is not None:
-        durations_us["userspace_us"] = ready_ns // 1000 - userspace_us
-        if runs_ns is not None:
-            durations_us["resume_us"] = (runs_ns - ready_ns) // 1000
-    if silent is not None:
-        durations_us["services_us"] = silent - command
-    if saved is not None:
-        durations_us["down_us"] = (reset or kernel) - saved
-    if reset is not None:
-        durations_us["firmware_us"] = kernel - reset
+    ready_ns = max((_end_ns(step) for step in steps if step["step"] == "wait for its bridges"), default=None)
+    running_ns = max((_end_ns(step) for step in steps if step["phase"] == "resume"), default=None)
+    if ready_ns is None:
+        return {}
+    durations_us = {"userspace_us": ready_ns // 1000 - kernel_to_userspace_us}
+    if running_ns is not None:
+        durations_us["resume_us"] = (running_ns - ready_ns) // 1000
+    return durations_us
+
+
+def _stages_between(milestones: Milestones) -> dict[str, int]:
+    durations_us: dict[str, int] = {}
+    if milestones.silent_us is not None:
+        durations_us["services_us"] = milestones.silent_us - milestones.command_us
+    if milestones.saved_us is not None:
+        durations_us["down_us"] = (milestones.reset_us or milestones.kernel_us) - milestones.saved_us
+    if milestones.reset_us is not None:
+        durations_us["firmware_us"] = milestones.kernel_us - milestones.reset_us
     return durations_us
 
 

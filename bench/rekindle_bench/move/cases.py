@@ -68,8 +68,8 @@ def moves(env: ProtectEnvironment, plan: Plan) -> None:
     """Moves guests of each size under each load, in each way."""
     with _there(env) as destination:
         for round_number in range(plan.rounds):
-            for mib, touch in plan.sizes.items():
-                for load in plan.loads:
+            for mib, touch in plan.filled_by_mib.items():
+                for load in plan.loads_mb_per_s:
                     env.log(f"move: round {round_number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
                         _move_once(env, destination, mib, touch, load, how, round_number)

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rekindle_bench.omissions import fewer
+
 from .rows import PEERS, WAYS
 
 GUESTS = {
@@ -29,7 +31,9 @@ class Plan:
     peers: dict[str, int]
     """Restarts by each peer, by guest."""
     memory_mib: int = 512
+    """RAM of the guests, in MiB."""
     leak_mib: int = 64
+    """Kernel memory that is leaked, in MiB."""
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
 
@@ -65,13 +69,16 @@ def quick(only: Collection[str]) -> Plan:
 
 def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
-    lines = []
-    for what, own, full in (
-        ("reboots of each way", plan.rounds, FULL.rounds),
-        ("reboots of each way after a leak", plan.leaks, FULL.leaks),
-        (f"restarts by each of {', '.join(PEERS)}", plan.peers, FULL.peers),
-    ):
-        for guest, number in full.items():
-            if own.get(guest, 0) < number:
-                lines.append(f"{guest}: {what}: {own.get(guest, 0)} of {number}")
+    return [
+        *_fewer_by_guest("reboots of each way", plan.rounds, FULL.rounds),
+        *_fewer_by_guest("reboots of each way after a leak", plan.leaks, FULL.leaks),
+        *_fewer_by_guest(f"restarts by each of {', '.join(PEERS)}", plan.peers, FULL.peers),
+    ]
+
+
+def _fewer_by_guest(what: str, own: dict[str, int], full: dict[str, int]) -> list[str]:
+    """Returns a line for each guest with fewer repetitions than in the full plan."""
+    lines: list[str] = []
+    for guest, count in full.items():
+        lines += fewer(f"{guest}: {what}", own.get(guest, 0), count)
     return lines

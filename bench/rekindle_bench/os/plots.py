@@ -4,12 +4,14 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 
 from rekindle_lab import style
 
 from .analysis import JUMP, REST, STAGES, stages_of
 from .rows import WAYS
 
+ALL_STAGES = (JUMP, *STAGES, REST)
 COLOURS = {
     JUMP: "#999999",
     "shut down": "#BBBBBB",
@@ -25,30 +27,38 @@ COLOURS = {
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
-    rows = frame[frame["case"] == "reboot"]
-    guests = list(dict.fromkeys(rows["guest"]))
-    if not guests:
-        return []
-    figure, all_axes = plt.subplots(
-        len(guests), 1, figsize=(8.5, 0.8 + 1.9 * len(guests)), squeeze=False, layout="constrained"
-    )
-    for axes, guest in zip(all_axes[:, 0], guests, strict=True):
-        of_guest = rows[rows["guest"] == guest]
-        ways = [how for how in WAYS if how in set(of_guest["how"])]
-        for position, how in enumerate(ways):
-            stage_start = 0.0
-            medians_s = stages_of(of_guest[of_guest["how"] == how], how)
-            for name in (JUMP, *STAGES, REST):
-                if name in medians_s:
-                    axes.barh(position, medians_s[name], left=stage_start, color=COLOURS[name], label=name, height=0.7)
-                    stage_start += medians_s[name]
-        axes.set_yticks(range(len(ways)), ways)
-        axes.invert_yaxis()
-        axes.grid(visible=True, axis="x")
-        axes.grid(visible=False, axis="y")
+    reboots = frame[frame["case"] == "reboot"]
+    return [draw_downtime_by_stages(reboots, folder)] if len(reboots) else []
+
+
+def draw_downtime_by_stages(reboots: pd.DataFrame, folder: Path) -> str:
+    """Draws a panel for each guest, with a bar for each way that consists of the stages of the downtime."""
+    guests = list(dict.fromkeys(reboots["guest"]))
+    height = 0.8 + 1.9 * len(guests)
+    figure, grid = plt.subplots(len(guests), 1, figsize=(8.5, height), squeeze=False, layout="constrained")
+    panels = list(grid.flat)
+    for axes, guest in zip(panels, guests, strict=True):
+        _draw_guest(axes, reboots[reboots["guest"] == guest])
         axes.set_title(guest)
-    all_axes[-1, 0].set_xlabel("s without an answer (medians of the stages)")
-    style.shared_legend(figure, all_axes.flat, order=(JUMP, *STAGES, REST), ncols=4)
-    figure.suptitle("Rebooting a guest's system, by stages", x=0.01, ha="left", fontweight="bold")
+    panels[-1].set_xlabel("s without an answer (medians of the stages)")
+    style.shared_legend(figure, panels, order=ALL_STAGES, ncols=4)
+    style.title(figure, "Rebooting a guest's system, by stages")
     style.save(figure, folder / "os-stages.png")
-    return ["os-stages.png"]
+    return "os-stages.png"
+
+
+def _draw_guest(axes: Axes, reboots: pd.DataFrame) -> None:
+    """Draws a bar for each way in which a guest was rebooted."""
+    ways = [how for how in WAYS if how in set(reboots["how"])]
+    for bar, how in enumerate(ways):
+        medians_s = stages_of(reboots[reboots["how"] == how], how)
+        begin_s = 0.0
+        for stage in ALL_STAGES:
+            length_s = medians_s.get(stage)
+            if length_s is not None:
+                axes.barh(bar, length_s, left=begin_s, color=COLOURS[stage], label=stage, height=0.7)
+                begin_s += length_s
+    axes.set_yticks(range(len(ways)), ways)
+    axes.invert_yaxis()
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")

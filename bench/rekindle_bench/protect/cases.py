@@ -11,14 +11,14 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rekindle_bench.environment import MIB
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.peers import snapshot
-from rekindle_lab.protector import ResourceUse, detach, protected
+from rekindle_lab.protector import detach, protected
 from rekindle_lab.stores import Store
 from rekindle_lab.work import Window, Work
 
@@ -30,12 +30,12 @@ MEMORY_MIB = 512
 """RAM of the paper's guest."""
 PAUSE_EVERY_S = 2.0
 """Interval between the checkpoints of case `pause`."""
-GAP_S = 1.0
-"""Seconds between two saves of a peer, so that the guest writes memory before the next save."""
+BEFORE_SAVE_S = 1.0
+"""Seconds before each save of a peer, in which the guest writes memory."""
 COMMIT_BYTES = 46_000_000
 """Table I: size of a checkpoint of the kernel compilation every 10 s."""
 PAGE_BYTES = 4096
-WRONG_EVERY_S = 0.05
+COMPARED_EVERY_S = 0.05
 """Interval between the checkpoints of case `wrong`."""
 
 
@@ -48,11 +48,11 @@ def pause(env: ProtectEnvironment, plan: Plan) -> None:
             work.loop("compile")
             for round_number in range(wanted.rounds):
                 env.log(f"pause: {size(mib)}: round {round_number + 1} of {wanted.rounds}")
-                _round(env, guest, store, wanted, round_number)
+                _measure_pauses(env, guest, store, wanted, round_number)
             store.remove()
 
 
-def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, round_number: int) -> None:
+def _measure_pauses(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, round_number: int) -> None:
     """Measures each policy, and after each a peer, so that both are spread over the round."""
     common = {
         "case": "pause",
@@ -70,18 +70,18 @@ def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, r
             env.checkpoints(protector, 1, **common, how=how, every_s=PAUSE_EVERY_S)
         if peers:
             peer, saves = peers.popitem()
-            _peer(env, guest, peer, saves, common)
+            _save_by_peer(env, guest, peer, saves, common)
     for peer, saves in peers.items():
-        _peer(env, guest, peer, saves, common)
+        _save_by_peer(env, guest, peer, saves, common)
 
 
-def _peer(env: ProtectEnvironment, guest: Guest, how: str, saves: int, common: dict[str, Any]) -> None:
+def _save_by_peer(env: ProtectEnvironment, guest: Guest, how: str, saves: int, common: dict[str, Any]) -> None:
     """Saves a running guest in a peer's way, and appends the rows. `common`: their other columns."""
     path = env.disk_dir / f"{guest.name}.save"
     try:
         with env.qmp(guest) as qmp:
             for _ in range(saves):
-                time.sleep(GAP_S)  # gives the guest time to write memory
+                time.sleep(BEFORE_SAVE_S)
                 saved = snapshot.save(qmp, how, path)
                 env.rows.append(
                     Row(
@@ -98,50 +98,72 @@ def _peer(env: ProtectEnvironment, guest: Guest, how: str, saves: int, common: d
         path.unlink(missing_ok=True)
 
 
-def _window(
+@dataclass(frozen=True)
+class Protection:
+    """Checkpoints during a window."""
+
+    store: Store
+    every_s: float
+    """Checkpoint interval."""
+    how: str
+    """The policy, as in `Row.how`."""
+
+
+def _run_window(
     env: ProtectEnvironment,
     guest: Guest,
     work: Work,
-    store: Store | None,
     plan: Plan,
     workload: str,
-    every_s: float | None,
-    how: str,
-    **common: Any,  # noqa: ANN401
-) -> Window:
-    """Runs a workload, protected or (without a store) unprotected, and appends the rows. `common`: more columns."""
-    used = ResourceUse(0, 0)
-    protection = (
-        nullcontext(None)
-        if store is None or every_s is None
-        else protected(env.rekindle, guest.name, store, span(every_s), policy(how))
+    protection: Protection | None,
+    case: str,
+    round_number: int,
+) -> None:
+    """Runs a workload, protected or unprotected, and appends the rows of the window and its checkpoints."""
+    row = Row(
+        case=case,
+        what="window",
+        memory_mib=guest.memory_mib,
+        workload=workload,
+        store=protection.store.kind if protection else "",
+        how=protection.how if protection else "none",
+        round=round_number,
+        every_s=protection.every_s if protection else None,
+        checkpoints=0,
     )
-    with protection as protector:
-        if protector is not None:
-            protector.wait("checkpoint", 2, timeout=60 + 10 * (every_s or 0))
+    if protection is None:
         window = work.run(workload, plan.units.of(workload))
-        if protector is not None:
-            used = protector.stop()
-    kind = store.kind if store else ""
-    common |= {"memory_mib": guest.memory_mib, "workload": workload, "store": kind, "how": how, "every_s": every_s}
+    else:
+        window = _run_protected(env, guest, work, plan, protection, row)
+    row.units, row.digest = window.count, window.digest
+    row.window_us = int(window.ended * 1e6 - window.began * 1e6)
+    env.rows.append(row)
+
+
+def _run_protected(
+    env: ProtectEnvironment, guest: Guest, work: Work, plan: Plan, protection: Protection, row: Row
+) -> Window:
+    """Runs the workload of `row` with checkpoints. Fills the row, and appends the rows of the checkpoints."""
+    store, every_s, how = protection.store, protection.every_s, protection.how
+    with protected(env.rekindle, guest.name, store, span(every_s), policy(how)) as protector:
+        protector.wait("checkpoint", 2, timeout=60 + 10 * every_s)
+        window = work.run(row.workload, plan.units.of(row.workload))
+        used = protector.stop()
     begin_us, end_us = window.began * 1e6, window.ended * 1e6
-    checkpoints = 0
-    if protector is not None and store is not None:
-        checkpoints = sum(begin_us <= event["stopped_host_us"] <= end_us for event in protector.of("checkpoint"))
-        env.checkpoints(protector, 2, **common)
-        detach(env.rekindle, guest.name, store, policy(how))
-    env.rows.append(
-        Row(
-            what="window",
-            units=window.count,
-            window_us=int(end_us - begin_us),
-            checkpoints=checkpoints,
-            cpu_us=used.cpu_us or None,
-            peak_kib=used.peak_kib or None,
-            digest=window.digest,
-            **common,
-        )
+    row.checkpoints = sum(begin_us <= event["stopped_host_us"] <= end_us for event in protector.of("checkpoint"))
+    row.cpu_us, row.peak_kib = used.cpu_us or None, used.peak_kib or None
+    env.checkpoints(
+        protector,
+        2,
+        case=row.case,
+        memory_mib=row.memory_mib,
+        workload=row.workload,
+        store=row.store,
+        how=how,
+        round=row.round,
+        every_s=every_s,
     )
+    detach(env.rekindle, guest.name, store, policy(how))
     return window
 
 
@@ -152,13 +174,13 @@ def intervals(env: ProtectEnvironment, plan: Plan) -> None:
             if not env.has_store(kind):
                 continue
             store = env.store(kind).fresh(f"table-{workload}-{how}")
-            common = {"case": "intervals", "round": round_number}
             work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
-            _window(env, guest, work, None, plan, workload, None, "none", **common)
+            _run_window(env, guest, work, plan, workload, None, "intervals", round_number)
             for every_s in plan.intervals_s:
                 env.log(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
-                _window(env, guest, work, store, plan, workload, every_s, how, **common)
-            _window(env, guest, work, None, plan, workload, None, "none", **common)
+                protection = Protection(store, every_s, how)
+                _run_window(env, guest, work, plan, workload, protection, "intervals", round_number)
+            _run_window(env, guest, work, plan, workload, None, "intervals", round_number)
             store.remove()
 
 
@@ -170,10 +192,9 @@ def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
             work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
             for round_number in range(pairs):
                 env.log(f"slowdown: {workload}: pair {round_number + 1} of {pairs}")
-                turns = [(None, None, "none"), (store, 2.0, DEFAULT)]
-                for store_used, every_s, how in turns if round_number % 2 == 0 else turns[::-1]:
-                    common = {"case": "slowdown", "round": round_number}
-                    _window(env, guest, work, store_used, plan, workload, every_s, how, **common)
+                turns = [None, Protection(store, 2.0, DEFAULT)]
+                for protection in turns if round_number % 2 == 0 else turns[::-1]:
+                    _run_window(env, guest, work, plan, workload, protection, "slowdown", round_number)
             store.remove()
 
 
@@ -280,28 +301,32 @@ def wrong(env: ProtectEnvironment, plan: Plan) -> None:
             env.log(f"wrong: {count} checkpoints, {how}")
             store = env.store("disk").fresh(f"wrong-{how}")
             options = ("--keep", "1", "--count", str(count), "--compare")
-            with protected(env.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *options) as protector:
+            with protected(env.rekindle, guest.name, store, span(COMPARED_EVERY_S), policy(how), *options) as protector:
                 compared = protector.wait("compared", timeout=120 + 3.0 * count)[0]
                 protector.join()
-                env.rows.append(
-                    Row(
-                        case="wrong",
-                        what="compare",
-                        memory_mib=MEMORY_MIB,
-                        workload="compile",
-                        store="disk",
-                        how=how,
-                        round=round_number,
-                        every_s=WRONG_EVERY_S,
-                        checkpoints=len(protector.of("checkpoint")),
-                        stopped_us=compared["stopped_us"],
-                        pages=compared["pages"],
-                        written_since=compared["written_since"],
-                        wrong=compared["wrong"],
-                        named=", ".join(compared["named"]),
-                    )
-                )
+            row = _comparison_row(how, round_number, compared)
+            row.checkpoints = len(protector.of("checkpoint"))
+            env.rows.append(row)
             store.remove()
+
+
+def _comparison_row(how: str, round_number: int, compared: dict[str, Any]) -> Row:
+    """Returns the row of a comparison. `compared`: the protector's event."""
+    return Row(
+        case="wrong",
+        what="compare",
+        memory_mib=MEMORY_MIB,
+        workload="compile",
+        store="disk",
+        how=how,
+        round=round_number,
+        every_s=COMPARED_EVERY_S,
+        stopped_us=compared["stopped_us"],
+        pages=compared["pages"],
+        written_since=compared["written_since"],
+        wrong=compared["wrong"],
+        named=", ".join(compared["named"]),
+    )
 
 
 CASES: dict[str, Callable[[ProtectEnvironment, Plan], None]] = {

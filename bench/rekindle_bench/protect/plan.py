@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rekindle_bench.omissions import fewer, missing
 from rekindle_lab.guests import size
 
 
@@ -22,12 +23,13 @@ class Pause:
     """Rounds at one size; in each round, the checkpoints of each policy and the saves of each peer."""
 
     rounds: int
+    """Number of rounds."""
     checkpoints: int
     """Checkpoints of each policy in a round."""
     saves: dict[str, int]
     """Saves in a round, by peer."""
     touch: str | None = None
-    """Memory that the guest fills before: a larger guest has more memory in use."""
+    """Memory that the guest fills before, such as `1G`: a larger guest has more memory in use."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Plan:
     """Repetitions and settings of each case."""
 
     units: Units
+    """Amount of work in each window."""
     pauses_by_mib: dict[int, Pause]
     """Rounds of `pause` by MiB of RAM."""
     intervals_s: tuple[float, ...]
@@ -99,28 +102,25 @@ def left_out(plan: Plan) -> list[str]:
             lines.append(f"pause at {size(mib)}: all of it")
         elif own != full:
             lines.append(f"pause at {size(mib)}: {own.rounds} rounds of {full.rounds}")
-    missing = [f"{interval:g} s" for interval in FULL.intervals_s if interval not in plan.intervals_s]
-    if missing:
-        lines.append(f"intervals: {', '.join(missing)}")
-    cells = [" ".join(cell) for cell in FULL.cells if cell not in plan.cells]
-    if cells:
-        lines.append(f"intervals for: {', '.join(cells)}")
+    lines += missing("intervals", map(_interval, plan.intervals_s), map(_interval, FULL.intervals_s))
+    lines += missing("intervals for", map(" ".join, plan.cells), map(" ".join, FULL.cells))
     if plan.units != FULL.units:
         lines.append(
             f"length of a window: {plan.units.compile} files of {FULL.units.compile}, "
             f"{plan.units.transcode} frames of {FULL.units.transcode}"
         )
-    for workload, full_pairs in FULL.pairs_by_workload.items():
-        pairs = plan.pairs_by_workload.get(workload, 0)
-        if pairs < full_pairs:
-            lines.append(f"slowdown of {workload}: {pairs} pairs of {full_pairs}")
-    rates = [f"{rate:g} MB/s over {area:g} MB" for rate, area in FULL.rates if (rate, area) not in plan.rates]
-    if rates:
-        lines.append(f"memory written at: {', '.join(rates)}")
-    for what, own_n, full_n in (
-        ("commits against dd", plan.commits, FULL.commits),
-        ("checkpoints before memory is compared", plan.compared_checkpoints, FULL.compared_checkpoints),
-    ):
-        if own_n < full_n:
-            lines.append(f"{what}: {own_n} of {full_n}")
+    for workload, pairs in FULL.pairs_by_workload.items():
+        lines += fewer(f"slowdown of {workload}", plan.pairs_by_workload.get(workload, 0), pairs, unit=" pairs")
+    lines += missing("memory written at", map(_write_rate, plan.rates), map(_write_rate, FULL.rates))
+    lines += fewer("commits against dd", plan.commits, FULL.commits)
+    lines += fewer("checkpoints before memory is compared", plan.compared_checkpoints, FULL.compared_checkpoints)
     return lines
+
+
+def _interval(interval_s: float) -> str:
+    return f"{interval_s:g} s"
+
+
+def _write_rate(rate: tuple[float, float]) -> str:
+    mb_per_s, area_mb = rate
+    return f"{mb_per_s:g} MB/s over {area_mb:g} MB"

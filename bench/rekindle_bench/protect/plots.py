@@ -1,10 +1,11 @@
-"""Plots the paper's figures 2 and 3, and guest-stopped times of Rekindle and peers."""
+"""Plots figures 2 and 3 of the HydraVM paper (HPL-2011-24), and guest-stopped times of Rekindle and peers."""
 
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 
 from rekindle_lab import style
 from rekindle_lab.guests import size
@@ -25,7 +26,19 @@ COLOURS = {
 }
 
 
-def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]]) -> None:  # noqa: ANN401
+HATCHES = {"disk": "", "slow": "//", "tls": ".."}
+"""Hatch of a bar by the kind of store."""
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
+    """Draws the plots that have data, and returns their file names."""
+    style.apply()
+    plots = (draw_stopped_time_by_size, draw_pause_by_interval, draw_overhead_and_protection)
+    names = [plot(frame, folder) for plot in plots]
+    return [name for name in names if name is not None]
+
+
+def _draw_bar_groups(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) -> None:
     """Draws bars in groups, one bar of each series in a group, with their values on top."""
     for index, (name, values) in enumerate(series.items()):
         positions, width = _positions(len(groups), index, len(series))
@@ -42,7 +55,8 @@ def _positions(groups: int, index: int, series: int) -> tuple[list[float], float
     return [group + (index - (series - 1) / 2) * width for group in range(groups)], width
 
 
-def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
+def draw_stopped_time_by_size(frame: pd.DataFrame, folder: Path) -> str | None:
+    """Draws the guest-stopped time of a checkpoint by each policy, and of a save by each peer, by the guest's RAM."""
     sizes = sorted(int(mib) for mib in frame[frame["case"] == "pause"]["memory_mib"].unique())
     if not sizes:
         return None
@@ -53,17 +67,18 @@ def _pauses(frame: pd.DataFrame, folder: Path) -> str | None:
         samples = [analysis.stopped_ms(frame, "pause", how, memory_mib=mib) for mib in sizes]
         series[how] = [median(sample) if sample else None for sample in samples]
         drawn += [p95(sample) for sample in samples if sample] + [value for value in series[how] if value is not None]
-    _bars(axes, [size(mib) for mib in sizes], series)
+    _draw_bar_groups(axes, [size(mib) for mib in sizes], series)
     style.logarithmic_ms(axes, drawn)
     axes.set_ylabel("guest-stopped time (median)")
     axes.set_xlabel("guest RAM")
     figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle("A checkpoint, or a save, of a guest that compiles", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "A checkpoint, or a save, of a guest that compiles")
     style.save(figure, folder / "protect-pause.png")
     return "protect-pause.png"
 
 
-def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
+def draw_pause_by_interval(frame: pd.DataFrame, folder: Path) -> str | None:
+    """Draws figure 2: the mean pause of a checkpoint by each policy, by the configured interval."""
     means_ms = {
         (line["policy"], line["every s"]): line["mean ms"]
         for line in analysis.pauses_by_interval(frame)
@@ -74,17 +89,18 @@ def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
     intervals_s = sorted({every_s for _, every_s in means_ms}, reverse=True)
     series = {how: [means_ms.get((how, every_s)) for every_s in intervals_s] for how in POLICIES}
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    _bars(axes, [f"{every_s:g} s" for every_s in intervals_s], series)
+    _draw_bar_groups(axes, [f"{every_s:g} s" for every_s in intervals_s], series)
     style.logarithmic_ms(axes, [value for values in series.values() for value in values if value])
     axes.set_ylabel("mean pause")
     axes.set_xlabel("configured interval")
     figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle("Pause by policy and interval (the paper's figure 2)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Pause by policy and interval (the paper's figure 2)")
     style.save(figure, folder / "protect-figure2.png")
     return "protect-figure2.png"
 
 
-def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
+def draw_overhead_and_protection(frame: pd.DataFrame, folder: Path) -> str | None:
+    """Draws figure 3: overhead and level of protection, by interval, policy and store; a column for each workload."""
     lines = analysis.overheads(frame)
     if not lines:
         return None
@@ -98,18 +114,18 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
             (grid[0][column], "overhead %", "overhead (%)"),
             (grid[1][column], "level %", "level of protection (%)"),
         ):
-            _cells(axes, of_workload, key)
+            _draw_cells(axes, of_workload, key)
             axes.set_ylabel(name)
             axes.axhline(0, color="#000000", linewidth=0.8)
         grid[0][column].set_title(workload)
         grid[1][column].set_xlabel("configured interval")
     style.shared_legend(figure, grid.flat, ncols=5)
-    figure.suptitle("Overhead and level of protection (the paper's figure 3)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "Overhead and level of protection (the paper's figure 3)")
     style.save(figure, folder / "protect-figure3.png")
     return "protect-figure3.png"
 
 
-def _cells(axes: Any, lines: list[dict[str, Any]], key: str) -> None:  # noqa: ANN401
+def _draw_cells(axes: Axes, lines: list[dict[str, Any]], key: str) -> None:
     """Draws the column `key` of `analysis.overheads`: a group for each interval, a bar for each policy and store."""
     # If a cell was measured more than once, its first line counts.
     values = {(line["policy"], line["store"], line["every s"]): line[key] for line in reversed(lines)}
@@ -118,12 +134,6 @@ def _cells(axes: Any, lines: list[dict[str, Any]], key: str) -> None:  # noqa: A
     for index, (policy, store) in enumerate(cells):
         heights = [values.get((policy, store, every_s), 0.0) for every_s in intervals_s]
         positions, width = _positions(len(intervals_s), index, len(cells))
-        hatch = {"disk": "", "slow": "//", "tls": ".."}[store]
-        axes.bar(positions, heights, width, label=f"{policy}, {store}", color=COLOURS[policy], hatch=hatch)
+        label = f"{policy}, {store}"
+        axes.bar(positions, heights, width, label=label, color=COLOURS[policy], hatch=HATCHES[store])
     axes.set_xticks(range(len(intervals_s)), [f"{every_s:g} s" for every_s in intervals_s])
-
-
-def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Draws the plots that have data, and returns their file names."""
-    style.apply()
-    return [name for name in (part(frame, folder) for part in (_pauses, _figure_2, _figure_3)) if name]

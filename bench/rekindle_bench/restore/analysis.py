@@ -17,6 +17,8 @@ from .rows import HOWS
 
 SMALL_MIB, LARGE_MIB = 512, 8192
 PAGE_BYTES = 4096
+REST = "the rest"
+"""Name of the time of a restore that belongs to no step, in the results of `steps`."""
 
 
 def _restores(label: str, frame: pd.DataFrame, **where: float | str) -> Sample:
@@ -161,7 +163,7 @@ def steps(frame: pd.DataFrame) -> dict[tuple[str, str], dict[str, float]]:
                     durations_ms.setdefault(step["step"], []).append(step["us"] / 1e3)
         whole_ms = median(milliseconds(pick(group, "restore_us")))
         medians = {name: median(values) for name, values in durations_ms.items()}
-        medians["the rest"] = max(0.0, whole_ms - sum(medians.values()))
+        medians[REST] = max(0.0, whole_ms - sum(medians.values()))
         label = size(int(mib)) if case == "restore" else f"{size(int(mib))}, {store}"
         medians_by_way[label, str(how)] = medians
     in_order = sorted(medians_by_way, key=lambda key: (HOWS.index(key[1]), key[0]))

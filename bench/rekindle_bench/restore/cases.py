@@ -5,9 +5,10 @@ appends rows for the analysis.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rekindle_lab.guests import Guest, size
@@ -25,8 +26,21 @@ from .rows import Row
 
 MEMORY_MIB = 512
 """RAM of the paper's guest."""
-FILLS = 3
+ROUNDS_WITH_FILL = 3
 """Number of rounds that wait until all memory is loaded. Not all rounds wait: with 8G that takes most of the time."""
+
+
+def _restore_row(case: str, how: str, round_number: int, *, memory_mib: int = MEMORY_MIB, store: str = "disk") -> Row:
+    """Returns a row for a restore of a guest that compiled, without the measured values."""
+    return Row(
+        case=case,
+        what="restore",
+        memory_mib=memory_mib,
+        workload="compile",
+        store=store,
+        how=how,
+        round=round_number,
+    )
 
 
 def _protect(env: RestoreEnvironment, guest: Guest, store: Store, checkpoints: int = 3) -> None:
@@ -39,12 +53,12 @@ def _protect(env: RestoreEnvironment, guest: Guest, store: Store, checkpoints: i
 def _restore(env: RestoreEnvironment, name: str, store: Store, row: Row, *options: str) -> None:
     """Restores from a store that is read from its disk, and appends the row.
 
-    In the first `FILLS` rounds, also waits until all of the guest's memory is loaded.
+    In the first `ROUNDS_WITH_FILL` rounds, also waits until all of the guest's memory is loaded.
     """
     store.forget()
     restored = env.restore(name, store, *options)
     row.restore_us, row.told_us, row.steps = restored.restore_us, restored.reported_us, restored.steps
-    if "--eager" not in options and row.round < FILLS:
+    if "--eager" not in options and row.round < ROUNDS_WITH_FILL:
         filled = env.wait_filled(name, restored.resumed_host_us)
         row.fill_us, row.worst_us = filled.fill_us, filled.worst_us
         row.demanded_pages, row.filled_pages = filled.demanded, filled.background
@@ -68,56 +82,68 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
     repeatedly. Only one guest runs at a time.
     """
     with ExitStack() as stack:
-        crashed: list[Crashed] = []
-        for index, mib in enumerate(plan.ways_by_mib, start=1):
-            env.log(f"restore: starting a guest with {size(mib)}")
-            guest, work = stack.enter_context(env.working(f"back{mib}", mib, index, plan.touch.get(mib)))
-            work.loop("compile")
-            store = env.store("disk").fresh(guest.name)
-            stack.callback(store.remove)
-            _protect(env, guest, store)
-            shown = env.rekindle.show(guest.name)
-            if plan.ways_by_mib[mib].get("incoming", 0):
-                saved = env.disk_dir / f"{guest.name}.save"
-                stack.callback(saved.unlink, missing_ok=True)
-                with env.qmp(guest) as qmp:
-                    snapshot.save(qmp, "full", saved)
+        crashed = [_crash_guest(env, stack, plan, index, mib) for index, mib in enumerate(plan.ways_by_mib, start=1)]
+        most_rounds = max(count for counts in plan.ways_by_mib.values() for count in counts.values())
+        for round_number in range(most_rounds):
+            for one in crashed:
+                _restore_by_each_way(env, one, plan.ways_by_mib[one.guest.memory_mib], round_number)
+        for one in crashed:  # so that each guest's context has a VM to stop
+            env.restore(one.guest.name, one.store)
+
+
+def _crash_guest(env: RestoreEnvironment, stack: ExitStack, plan: Plan, index: int, mib: int) -> Crashed:
+    """Boots a guest, takes its checkpoint and, if the plan needs it, its full save; then ends it as its host would.
+
+    `stack`: stops the guest and removes its files. `index`: `Guest.index`.
+    """
+    env.log(f"restore: starting a guest with {size(mib)}")
+    guest, work = stack.enter_context(env.working(f"back{mib}", mib, index, plan.touch.get(mib)))
+    work.loop("compile")
+    store = env.store("disk").fresh(guest.name)
+    stack.callback(store.remove)
+    _protect(env, guest, store)
+    shown = env.rekindle.show(guest.name)
+    if plan.ways_by_mib[mib].get("incoming", 0):
+        save = _full_save(env, guest)
+        stack.callback(save.unlink, missing_ok=True)
+        with env.qmp(guest) as qmp:
+            snapshot.save(qmp, "full", save)
+    env.crash(guest.name)
+    return Crashed(guest, store, shown)
+
+
+def _restore_by_each_way(
+    env: RestoreEnvironment, crashed: Crashed, repetitions: Mapping[str, int], round_number: int
+) -> None:
+    """Restores a guest by each way that has this round; afterwards the guest has crashed again."""
+    guest, store = crashed.guest, crashed.store
+    ways = [how for how, count in repetitions.items() if round_number < count]
+    env.log(f"restore: {size(guest.memory_mib)}: round {round_number + 1}: {', '.join(ways) or 'nothing'}")
+    for how in ways:
+        row = _restore_row("restore", how, round_number, memory_mib=guest.memory_mib)
+        if how == "incoming":
+            _load_full_save(env, crashed, row)
+        else:
+            options = ["--eager"] if how == "eager" else []
+            _restore(env, guest.name, store, row, *options)
             env.crash(guest.name)
-            crashed.append(Crashed(guest, store, shown))
-        for round_number in range(max(n for wanted in plan.ways_by_mib.values() for n in wanted.values())):
-            for guest, store, shown in ((each.guest, each.store, each.shown) for each in crashed):
-                repetitions = plan.ways_by_mib[guest.memory_mib]
-                ways = [how for how in repetitions if round_number < repetitions[how]]
-                env.log(f"restore: {size(guest.memory_mib)}: round {round_number + 1}: {', '.join(ways) or 'nothing'}")
-                for how in ways:
-                    row = Row(
-                        case="restore",
-                        what="restore",
-                        memory_mib=guest.memory_mib,
-                        workload="compile",
-                        store="disk",
-                        how=how,
-                        round=round_number,
-                    )
-                    if how == "incoming":
-                        _incoming(env, guest, shown, row)
-                    else:
-                        _restore(env, guest.name, store, row, *(["--eager"] if how == "eager" else []))
-                        env.crash(guest.name)
-        for each in crashed:  # so that each guest's context has a VM to stop
-            env.restore(each.guest.name, each.store)
 
 
-def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, Any], row: Row) -> None:
-    """Measures QEMU's own load of a full save, also from the disk. `shown`: see `Crashed`."""
-    path = env.disk_dir / f"{guest.name}.save"
+def _full_save(env: RestoreEnvironment, guest: Guest) -> Path:
+    """Returns the file of a guest's full save by the peer."""
+    return env.disk_dir / f"{guest.name}.save"
+
+
+def _load_full_save(env: RestoreEnvironment, crashed: Crashed, row: Row) -> None:
+    """Measures QEMU's own load of a full save from the disk, and appends the row."""
+    guest, shown = crashed.guest, crashed.shown
+    path = _full_save(env, guest)
     forget(path)
-    vmm, line = shown["vmm"], shown["command_line"]
     tap = Tap(f"rki{os.getpid() % 100000}x{guest.index}", guest.netns, guest.host_address)
     try:
         folder = env.work / f"{guest.name}-incoming"
         ram = env.ram_dir / f"{guest.name}-incoming.ram"
-        restored = snapshot.restore(env.qemu, line, vmm["directory"], folder, path, tap, ram)
+        restored = snapshot.restore(env.qemu, shown["command_line"], shown["vmm"]["directory"], folder, path, tap, ram)
     finally:
         tap.close()
     row.restore_us, row.steps = restored.restore_us, restored.steps
@@ -135,15 +161,7 @@ def stores(env: RestoreEnvironment, plan: Plan) -> None:
             env.log(f"stores: round {round_number + 1} of {plan.store_restores}")
             for store in all_stores:
                 env.crash(guest.name)
-                row = Row(
-                    case="stores",
-                    what="restore",
-                    memory_mib=MEMORY_MIB,
-                    workload="compile",
-                    store=store.kind,
-                    how="lazy",
-                    round=round_number,
-                )
+                row = _restore_row("stores", "lazy", round_number, store=store.kind)
                 _restore(env, guest.name, store, row)
         for store in all_stores:
             store.remove()
@@ -162,15 +180,7 @@ def prepared(env: RestoreEnvironment, plan: Plan) -> None:
             env.log(f"prepared: round {round_number + 1} of {plan.prepared_restores}")
             for how in ("prepared", "lazy"):
                 env.crash(guest.name)
-                row = Row(
-                    case="prepared",
-                    what="restore",
-                    memory_mib=MEMORY_MIB,
-                    workload="compile",
-                    store="disk",
-                    how=how,
-                    round=round_number,
-                )
+                row = _restore_row("prepared", how, round_number)
                 if how == "prepared":
                     env.rekindle.call("restore", guest.name, "--store", store.url, *store.options, "--prepare")
                     row.resident_kib = env.resident_kib(guest.name)
@@ -190,29 +200,34 @@ def after(workload: str) -> Callable[[RestoreEnvironment, Plan], None]:
             work.run(workload, piece.count, piece.first)  # fills the guest's page cache with all files of the workload
             for round_number in range(pairs):
                 env.log(f"after: {workload}: pair {round_number + 1} of {pairs}")
-                whole = work.run(workload, piece.count, piece.first)
-                _cut(env, guest, work, workload, piece, whole, round_number)
+                undisturbed = work.run(workload, piece.count, piece.first)
+                _crash_in_the_middle(env, guest, work, workload, piece, undisturbed, round_number)
 
     return case
 
 
-def _cut(
-    env: RestoreEnvironment, guest: Guest, work: Work, workload: str, piece: Piece, whole: Window, round_number: int
+def _crash_in_the_middle(
+    env: RestoreEnvironment,
+    guest: Guest,
+    work: Work,
+    workload: str,
+    piece: Piece,
+    undisturbed: Window,
+    round_number: int,
 ) -> None:
     """Crashes the guest in the middle of its work and restores it; appends rows of the restore and of both windows.
 
-    `whole`: the same work, undisturbed.
+    `undisturbed`: the same work without a crash.
     """
     store = env.store("disk").fresh(f"after-{workload}")
     common = {"case": "after", "memory_mib": MEMORY_MIB, "workload": workload, "store": "disk", "round": round_number}
-    row = Row(what="restore", how="lazy", **common)
     stopped_us: list[int] = []  # when the guest was stopped for the checkpoint from which it is restored
-    restored: list[Restored] = []
+    restored: list[Restored] = []  # the only restore, once it has happened
     with protected(env.rekindle, guest.name, store, "2s") as protector:
 
         def crash_once(window: Window) -> None:
             _, progress = window.marks[-1]
-            if restored or progress < piece.cut or len(protector.of("checkpoint")) < 2:
+            if restored or progress < piece.units_before_crash or len(protector.of("checkpoint")) < 2:
                 return
             protector.stop()
             stopped_us.append(protector.of("checkpoint")[-1]["stopped_host_us"])
@@ -220,32 +235,46 @@ def _cut(
             store.forget()
             restored.append(env.restore(guest.name, store))
 
-        window = work.run(workload, piece.count, piece.first, at=crash_once)
+        window = work.run(workload, piece.count, piece.first, on_mark=crash_once)
     if not restored:
         raise RekindleError(f"{workload}: finished before it could be interrupted; give it more units")
-    filled = env.wait_filled(guest.name, restored[0].resumed_host_us)
-    row.restore_us, row.told_us, row.steps = restored[0].restore_us, restored[0].reported_us, restored[0].steps
-    row.demanded_pages, row.filled_pages, row.worst_us = filled.demanded, filled.background, filled.worst_us
-    env.rows.append(row)
-    position = window.position(stopped_us[0] / 1e6, whole)
-    for how, measured, from_us in (
-        ("undisturbed", whole, whole.reached(position) * 1e6),
-        ("lazy", window, float(restored[0].resumed_host_us)),
-    ):
-        env.rows.append(
-            Row(
-                what="window",
-                how=how,
-                units=measured.count,
-                position=round(position, 3),
-                rest_us=int(measured.ended * 1e6 - from_us),
-                digest=measured.digest,
-                **common,
-            )
-        )
-    if window.digest != whole.digest:
-        raise RekindleError(f"{workload}: gave {window.digest} after a restore, {whole.digest} undisturbed")
+    env.rows.append(_filled_row(env, guest, restored[0], common))
+    units_at_checkpoint = window.units_at_speed_of(undisturbed, stopped_us[0] / 1e6)
+    reached_undisturbed_us = undisturbed.time_of_units(units_at_checkpoint) * 1e6
+    env.rows.append(_window_row("undisturbed", undisturbed, units_at_checkpoint, reached_undisturbed_us, common))
+    env.rows.append(_window_row("lazy", window, units_at_checkpoint, restored[0].resumed_host_us, common))
+    if window.digest != undisturbed.digest:
+        raise RekindleError(f"{workload}: gave {window.digest} after a restore, {undisturbed.digest} undisturbed")
     store.remove()
+
+
+def _filled_row(env: RestoreEnvironment, guest: Guest, restored: Restored, common: dict[str, Any]) -> Row:
+    """Waits until all memory of a restored guest is loaded, and returns the row of the restore."""
+    filled = env.wait_filled(guest.name, restored.resumed_host_us)
+    return Row(
+        what="restore",
+        how="lazy",
+        restore_us=restored.restore_us,
+        told_us=restored.reported_us,
+        demanded_pages=filled.demanded,
+        filled_pages=filled.background,
+        worst_us=filled.worst_us,
+        steps=restored.steps,
+        **common,
+    )
+
+
+def _window_row(how: str, window: Window, units: float, since_us: float, common: dict[str, Any]) -> Row:
+    """Returns the row of a piece of work, measured since a time at which `units` of it were finished."""
+    return Row(
+        what="window",
+        how=how,
+        units=window.count,
+        position=round(units, 3),
+        rest_us=int(window.ended * 1e6 - since_us),
+        digest=window.digest,
+        **common,
+    )
 
 
 CASES: dict[str, Callable[[RestoreEnvironment, Plan], None]] = {

@@ -1,6 +1,6 @@
-"""The case `elsewhere`: a compilation continues in another place after its host has died.
+"""The case `elsewhere`: a compilation continues on another host after its host has died.
 
-The other place is another run directory and network namespace, with the store on a server. The result must be bit for
+The other host is another run directory and network namespace, with the store on a server. The result must be bit for
 bit that of an undisturbed run.
 """
 
@@ -50,7 +50,7 @@ def _of_rekindle(env: RestoreEnvironment, plan: Plan, destination: Rekindle, oth
     with env.working("moves", MEMORY_MIB, 13) as (guest, work):
         definition = env.work / "moves-there.toml"
         definition.write_text(replace(guest, netns=other_netns, ram_dir=ram).definition(env.qemu))
-        _move(env, plan, work, destination, definition, "elsewhere", lambda: env.qemus(guest.name))
+        _compile_while_host_dies(env, plan, work, destination, definition, "elsewhere", lambda: env.qemus(guest.name))
         answer = replace(guest, netns=other_netns).command("uptime")
         destination.stop(guest.name)
         if not answer.startswith("ok"):
@@ -85,7 +85,7 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, destination: Rekindle, othe
             daemon.kill()
             return [pid]
 
-        _move(env, plan, work, destination, definition, "libvirt", kill_libvirt)
+        _compile_while_host_dies(env, plan, work, destination, definition, "libvirt", kill_libvirt)
         # The restored guest answers in its new namespace.
         with netns.connect(other_netns, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
@@ -108,7 +108,7 @@ def _end(processes: list[int]) -> None:
         time.sleep(0.005)
 
 
-def _move(
+def _compile_while_host_dies(
     env: RestoreEnvironment,
     plan: Plan,
     work: Work,
@@ -123,11 +123,11 @@ def _move(
     """
     name, count = work.guest.name, plan.units.compile
     env.log(f"elsewhere: {how}: undisturbed")
-    whole = work.run("compile", count)
+    undisturbed = work.run("compile", count)
     env.log(f"elsewhere: {how}: with the death of its host in the middle")
     store: Store = env.store("tls").fresh(f"elsewhere-{how}")
     protector = Protector(env.rekindle, name, store, "1s")
-    moved: list[Row] = []
+    moved: list[Row] = []  # the row of the only move, once it has happened
 
     def move_once(window: Window) -> None:
         _, progress = window.marks[-1]
@@ -141,24 +141,23 @@ def _move(
         restored = destination.call(
             "restore", name, "--store", store.url, *store.options, "--definition", str(definition)
         )
-        row = Row(what="restore", how=how, round=0, **COLUMNS)
-        row.told_us = row.restore_us = restored["us"]
-        row.lost_us = died_us - newest_us
-        moved.append(row)
+        us, lost_us = restored["us"], died_us - newest_us
+        moved.append(Row(what="restore", how=how, round=0, restore_us=us, told_us=us, lost_us=lost_us, **COLUMNS))
         work.read_console(destination.run_dir / name / "console.log")
 
     try:
         protector.wait("checkpoint")
-        window = work.run("compile", count, at=move_once)
+        window = work.run("compile", count, on_mark=move_once)
     finally:
         protector.kill()
     if not moved:
         raise RekindleError(f"elsewhere: {how}: the work finished before its host could die; give it more units")
     env.rows.append(moved[0])
-    for label, measured in (("undisturbed", whole), (how, window)):
-        row = Row(what="window", how=label, round=0 if how == "elsewhere" else 1, **COLUMNS)
+    round_number = 0 if how == "elsewhere" else 1
+    for label, measured in (("undisturbed", undisturbed), (how, window)):
+        row = Row(what="window", how=label, round=round_number, **COLUMNS)
         row.units, row.digest = measured.count, measured.digest
         env.rows.append(row)
-    if window.digest != whole.digest:
-        raise RekindleError(f"elsewhere: {how}: the work gave {window.digest}, undisturbed {whole.digest}")
+    if window.digest != undisturbed.digest:
+        raise RekindleError(f"elsewhere: {how}: the work gave {window.digest}, undisturbed {undisturbed.digest}")
     store.remove()

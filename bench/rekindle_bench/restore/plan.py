@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rekindle_bench.omissions import fewer, fewer_of_ways, missing
 from rekindle_bench.protect.plan import Units
 from rekindle_lab.guests import size
 
@@ -12,10 +13,10 @@ class Piece:
 
     count: int
     """Number of units: files (`compile`) or frames (`transcode`)."""
-    cut: int
-    """Units that are done before the crash."""
+    units_before_crash: int
+    """Number of units that are finished before the crash."""
     first: int = 1
-    """First unit. Earlier units are left out, which shortens only the part before the crash."""
+    """Number of the first unit. Earlier units are left out, which shortens only the part before the crash."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Plan:
     """Repetitions of each case."""
 
     ways_by_mib: dict[int, dict[str, int]]
-    """Restores by MiB of RAM and way: lazy, eager, incoming."""
+    """Restores by MiB of RAM and way (see `rows.HOWS`)."""
     touch: dict[int, str]
-    """Memory that a guest of this size (MiB) fills, so that a larger guest has more memory in use."""
+    """Memory that a guest fills, such as `1G`, by MiB of its RAM: a larger guest has more memory in use."""
     stores: tuple[str, ...]
     """Kinds of store for figure 4. The 512M guest is restored lazily from each kind."""
     store_restores: int
@@ -33,11 +34,11 @@ class Plan:
     prepared_restores: int
     """Restores into a prepared QEMU, and as many without one."""
     crashes_by_workload: dict[str, int]
-    """Windows with a crash and a restore, by workload; the number without is the same."""
+    """Windows with a crash and a restore, and as many without, by workload."""
     pieces: dict[str, Piece]
     """The work in the windows of `after`, by workload."""
     units: Units
-    """Amount of the work that continues in another place, interrupted in the middle."""
+    """Amount of the work that continues on another host, interrupted in the middle."""
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
 
@@ -53,7 +54,10 @@ FULL = Plan(
     store_restores=6,
     prepared_restores=16,
     crashes_by_workload={"compile": 3, "transcode": 4},
-    pieces={"compile": Piece(count=676, cut=20, first=636), "transcode": Piece(count=2400, cut=500)},
+    pieces={
+        "compile": Piece(count=676, units_before_crash=20, first=636),
+        "transcode": Piece(count=2400, units_before_crash=500),
+    },
     units=Units(compile=100, transcode=400),
 )
 
@@ -64,7 +68,7 @@ QUICK = Plan(
     store_restores=3,
     prepared_restores=4,
     crashes_by_workload={"compile": 2},
-    pieces={"compile": Piece(count=40, cut=20)},
+    pieces={"compile": Piece(count=40, units_before_crash=20)},
     units=Units(compile=40, transcode=160),
     budget_s=400.0,
 )
@@ -75,25 +79,16 @@ def left_out(plan: Plan) -> list[str]:
     lines: list[str] = []
     for mib, full in FULL.ways_by_mib.items():
         own = plan.ways_by_mib.get(mib, {})
-        omitted = [how for how, n in full.items() if not own.get(how, 0)]
-        fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
-        if omitted:
-            lines.append(f"restores at {size(mib)}: {'all' if len(omitted) == len(full) else ', '.join(omitted)}")
-        if fewer:
-            lines.append(f"restores at {size(mib)}: repetitions ({', '.join(fewer)})")
+        lines += fewer_of_ways(f"restores at {size(mib)}", own, full, "all")
         if own and plan.touch.get(mib) != FULL.touch.get(mib):
             lines.append(f"memory filled at {size(mib)}: {plan.touch.get(mib)} of {FULL.touch.get(mib)}")
-    missing = [store for store in FULL.stores if store not in plan.stores]
-    if missing:
-        lines.append(f"restores from: {', '.join(missing)}")
-    if plan.store_restores < FULL.store_restores:
-        lines.append(f"restores from each store: {plan.store_restores} of {FULL.store_restores}")
-    if plan.prepared_restores < FULL.prepared_restores:
-        lines.append(f"restores into a prepared QEMU: {plan.prepared_restores} of {FULL.prepared_restores}")
-    for workload, pairs in FULL.crashes_by_workload.items():
-        if plan.crashes_by_workload.get(workload, 0) < pairs:
-            lines.append(f"second halves of {workload}: {plan.crashes_by_workload.get(workload, 0)} of {pairs}")
+    lines += missing("restores from", plan.stores, FULL.stores)
+    lines += fewer("restores from each store", plan.store_restores, FULL.store_restores)
+    lines += fewer("restores into a prepared QEMU", plan.prepared_restores, FULL.prepared_restores)
+    for workload, crashes in FULL.crashes_by_workload.items():
+        lines += fewer(f"second halves of {workload}", plan.crashes_by_workload.get(workload, 0), crashes)
     for workload, piece in plan.pieces.items():
-        if piece.count < FULL.pieces[workload].count:
-            lines.append(f"length of a piece of work: {workload} {piece.count} of {FULL.pieces[workload].count}")
+        full_count = FULL.pieces[workload].count
+        if piece.count < full_count:
+            lines.append(f"length of a piece of work: {workload} {piece.count} of {full_count}")
     return lines

@@ -9,53 +9,65 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 HOWS = ("lazy", "prepared", "eager", "incoming", "elsewhere", "libvirt")
-"""`lazy`: `rekindle restore`. `prepared`: into a prepared QEMU. `eager`: all memory is loaded first. `incoming`: QEMU's
-own load of a full save. `elsewhere`: into another run directory and network namespace. `libvirt`: as `elsewhere`, of a
-guest that libvirt had started."""
+"""The ways to restore a guest.
+
+- `lazy`: `rekindle restore`; memory is loaded on demand, while the guest runs.
+- `prepared`: the same, into a QEMU that was started before.
+- `eager`: `rekindle restore`; all memory is loaded before the guest runs.
+- `incoming`: the peer, QEMU's own load of a full save.
+- `elsewhere`: as `lazy`, into another run directory and network namespace.
+- `libvirt`: as `elsewhere`, of a guest that libvirt had started.
+"""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One measurement. Names end in the unit; host times in `steps` are microseconds since 1970."""
+    """One measurement: a restore, or a piece of work.
+
+    Names end in the unit. A field is empty if a measurement of its kind has no such value.
+    """
 
     case: str
-    """`restore`, `prepared`, `after`, `stores`, `elsewhere`."""
+    """`restore`, `prepared`, `after`, `stores`, `elsewhere`; see `cases`."""
     what: str
-    """`restore`, or `window`: the rest of a piece of work."""
+    """Kind of the measurement: `restore`, or `window` (a piece of work, interrupted by a restore or undisturbed)."""
     memory_mib: int
+    """RAM of the guest, in MiB."""
     workload: str
     """What the guest did at its checkpoint: `compile`, `transcode`."""
     store: str
-    """`disk`, `slow`, `tls`."""
+    """Kind of the store: `disk`, `slow`, `tls`."""
     how: str
     """A member of `HOWS`, or `undisturbed` for a window."""
     round: int
-    """In `elsewhere`, windows of Rekindle's guest have 0, those of libvirt's 1."""
+    """Number of the repetition, from 0. In `elsewhere`: 0 for windows of Rekindle's guest, 1 for those of libvirt's."""
     restore_us: int | None = None
-    """From the start of the command until the guest runs."""
+    """From the start of the command until the guest runs, in microseconds."""
     told_us: int | None = None
-    """`restore_us` as reported by the command itself."""
+    """`restore_us` as reported by the command itself, in microseconds."""
     fill_us: int | None = None
-    """From when the guest runs until all of the guest's memory is loaded."""
+    """From when the guest runs until all of the guest's memory is loaded, in microseconds."""
     demanded_pages: int | None = None
-    """Pages that the guest waited for."""
+    """Number of pages that the guest waited for."""
     filled_pages: int | None = None
-    """Pages that were loaded in the background."""
+    """Number of pages that were loaded in the background."""
     worst_us: int | None = None
-    """The longest that the guest waited for a page."""
+    """The longest time that the guest waited for a page, in microseconds."""
     resident_kib: int | None = None
-    """Memory that a prepared QEMU and its helpers use while they wait."""
+    """For `prepared`: memory that QEMU and its helpers use while they wait, in KiB."""
     units: int | None = None
-    """Files or frames of a window."""
+    """For `window`: number of files or frames of the whole work."""
     position: float | None = None
-    """Progress of the work at the checkpoint, in units."""
+    """For `window`: number of units that were finished at the checkpoint."""
     rest_us: int | None = None
-    """From `position` until the work was done; after a restore, from when the guest runs again."""
+    """For `window`: time for the units after `position`, in microseconds; with a restore from when the guest runs
+    again."""
     lost_us: int | None = None
-    """From the guest's stop for the newest checkpoint until the death of its host."""
+    """In `elsewhere`: from the guest's stop for the newest checkpoint until the death of its host, in microseconds."""
     digest: str = ""
-    """Digest of the work's result."""
+    """For `window`: digest of the result; equal for the same work."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """For `restore`: steps, each with `step`, `start_host_us` (microseconds since 1970) and `us` (its duration)."""
 
 
 def read(path: Path) -> pd.DataFrame:

@@ -208,21 +208,12 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
                 document = env.rekindle.reboot([guest.name], "warm")
                 vm = by_name(document, [guest.name])[0]
                 lost = [index for index, session in enumerate(sessions) if not session.works()]
-                env.rows.append(
-                    Row(
-                        case="losses",
-                        how="warm",
-                        round=round_number,
-                        stopped_us=vm["stopped_us"],
-                        stop_host_us=vm["stop_host_us"],
-                        resume_host_us=vm["resume_host_us"],
-                        total_us=document["first_stop_to_last_resume_us"],
-                        sessions=len(sessions),
-                        sessions_lost=len(lost),
-                        steps=vm["steps"],
-                        **common,
-                    )
-                )
+                row = Row(case="losses", how="warm", round=round_number, **common)
+                row.stopped_us, row.steps = vm["stopped_us"], vm["steps"]
+                row.stop_host_us, row.resume_host_us = vm["stop_host_us"], vm["resume_host_us"]
+                row.total_us = document["first_stop_to_last_resume_us"]
+                row.sessions, row.sessions_lost = len(sessions), len(lost)
+                env.rows.append(row)
                 env.log(f"losses: reboot {round_number + 1} of {plan.rounds_under_load}, sessions lost: {len(lost)}")
                 for index in lost:  # reopened, or the session would be counted again after the next reboot
                     sessions[index].close()

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from rekindle_bench.omissions import fewer, fewer_of_ways, missing
 from rekindle_lab.guests import size
 
 SMALLEST_MIB, LARGEST_MIB = 512, 8192
+"""RAM of the smallest and of the largest guest in the full plan."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Plan:
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
     smallest_largest_mib: tuple[int, int] = (SMALLEST_MIB, LARGEST_MIB)
-    """RAM of the two guests of `size_rounds`."""
+    """MiB of RAM of the two guests of `size_rounds`."""
 
 
 FULL = Plan(
@@ -70,30 +72,16 @@ QUICK = Plan(
 def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
-
-    def compare(what: str, full: dict[str, int], own: dict[str, int]) -> None:
-        """Adds the ways of which `own` has no repetitions, and those of which it has fewer."""
-        omitted = [how for how, n in full.items() if own.get(how, 0) == 0 and n]
-        fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
-        if len(omitted) == len(full):
-            lines.append(f"{what}: all of it")
-        elif omitted:
-            lines.append(f"{what}: {', '.join(omitted)}")
-        if fewer:
-            lines.append(f"{what}: repetitions ({', '.join(fewer)})")
-
     for mib, full in FULL.ways_by_mib.items():
-        compare(f"micro with {size(mib)}", full, plan.ways_by_mib.get(mib, {}))
-    for n, full in FULL.ways_by_vms.items():
-        compare(f"{n} small VM{'s' if n > 1 else ''}", full, plan.ways_by_vms.get(n, {}))
-    compare("debian", FULL.debian_ways, plan.debian_ways)
-    if plan.size_rounds < FULL.size_rounds:
-        lines.append(f"smallest against largest guest: {plan.size_rounds} reboots of {FULL.size_rounds}")
-    if plan.rounds_under_load < FULL.rounds_under_load:
-        lines.append(f"reboots in a row under load: {plan.rounds_under_load} of {FULL.rounds_under_load}")
-    if plan.compared_rounds < FULL.compared_rounds:
-        lines.append(f"reboots with memory compared: {plan.compared_rounds} of {FULL.compared_rounds}")
-    missing = [how for how in FULL.ways_over_time if how not in plan.ways_over_time]
-    if missing:
-        lines.append(f"throughput over time: {', '.join(missing)}")
-    return lines
+        lines += fewer_of_ways(f"micro with {size(mib)}", plan.ways_by_mib.get(mib, {}), full, "all of it")
+    for count, full in FULL.ways_by_vms.items():
+        guests = f"{count} small VM{'s' if count > 1 else ''}"
+        lines += fewer_of_ways(guests, plan.ways_by_vms.get(count, {}), full, "all of it")
+    return [
+        *lines,
+        *fewer_of_ways("debian", plan.debian_ways, FULL.debian_ways, "all of it"),
+        *fewer("smallest against largest guest", plan.size_rounds, FULL.size_rounds, unit=" reboots"),
+        *fewer("reboots in a row under load", plan.rounds_under_load, FULL.rounds_under_load),
+        *fewer("reboots with memory compared", plan.compared_rounds, FULL.compared_rounds),
+        *missing("throughput over time", plan.ways_over_time, FULL.ways_over_time),
+    ]

@@ -121,34 +121,39 @@ class VmmEnvironment(Environment):
             for guest in vms:
                 guest.wait_ready()
         for guest, vm, probe in zip(vms, by_name(document, [guest.name for guest in vms]), probes, strict=True):
-            start, end, length = gap_around(probe.report, vm.get("stop_host_us"), vm.get("resume_host_us"))
-            self.rows.append(
-                Row(
-                    case=case,
-                    guest=guest.image.kind,
-                    memory_mib=guest.memory_mib,
-                    vms=len(vms),
-                    how=how,
-                    round=round_number,
-                    vm=guest.name,
-                    stopped_us=vm.get("stopped_us"),
-                    stop_host_us=vm.get("stop_host_us"),
-                    resume_host_us=vm.get("resume_host_us"),
-                    total_us=document.get("first_stop_to_last_resume_us"),
-                    command_us=command_us,
-                    gap_us=length,
-                    gap_start_host_us=start or None,
-                    gap_end_host_us=end or None,
-                    answered=probe.report["answered"],
-                    failed=failed_requests(probe.report),
-                    connections_lost=probe.report["connections_lost"],
-                    memory_changed_bytes=vm.get("memory_changed_bytes"),
-                    from_version=version(vm.get("from")),
-                    to_version=version(vm.get("to")),
-                    steps=vm.get("steps", []),
-                )
+            row = Row(
+                case=case,
+                guest=guest.image.kind,
+                memory_mib=guest.memory_mib,
+                vms=len(vms),
+                how=how,
+                round=round_number,
+                vm=guest.name,
+                total_us=document.get("first_stop_to_last_resume_us"),
+                command_us=command_us,
             )
+            _fill_from_command(row, vm)
+            _fill_from_client(row, probe.report)
+            self.rows.append(row)
         return {"how": how, "reboot": document, "probe": probes[0].report}
+
+
+def _fill_from_command(row: Row, vm: dict[str, Any]) -> None:
+    """Fills a row from the JSON that the command has printed on its VM."""
+    row.stopped_us = vm.get("stopped_us")
+    row.stop_host_us, row.resume_host_us = vm.get("stop_host_us"), vm.get("resume_host_us")
+    row.memory_changed_bytes = vm.get("memory_changed_bytes")
+    row.from_version, row.to_version = version(vm.get("from")), version(vm.get("to"))
+    row.steps = vm.get("steps", [])
+
+
+def _fill_from_client(row: Row, report: dict[str, Any]) -> None:
+    """Fills a row from the report of the client that used its guest."""
+    gap = gap_around(report, row.stop_host_us, row.resume_host_us)
+    row.gap_us = gap.length_us
+    row.gap_start_host_us, row.gap_end_host_us = gap.start_host_us or None, gap.end_host_us or None
+    row.answered, row.failed = report["answered"], failed_requests(report)
+    row.connections_lost = report["connections_lost"]
 
 
 @dataclass(frozen=True)

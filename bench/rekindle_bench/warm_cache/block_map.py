@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from rekindle_lab import guests
 
 from . import native
-from .cache_guests import CacheEnvironment
+from .cache_guests import CacheEnvironment, CacheGuest
 from .file_access import fio
 from .plan import Plan
 from .rows import Row
 from .ways import turns
 
 MEMORY_MIB = 768
+"""RAM of both guests."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Access:
     """A kind of access to the file."""
 
     what: str
+    """As in `Row.what`."""
     block: int
+    """Size of a request, in bytes."""
     options: tuple[str, ...] = ()
     """Further options of fio."""
 
@@ -46,29 +49,35 @@ def map_cost(env: CacheEnvironment, plan: Plan) -> None:
             env.ours(env.cached("with", MEMORY_MIB, 3, str(with_map.socket))) as mapped,
             env.ours(env.cached("without", MEMORY_MIB, 4, str(without_map.socket))) as unmapped,
         ):
-            both = {"map": (mapped, with_map), "no-map": (unmapped, without_map)}
+            guests_and_servers = {"map": (mapped, with_map), "no-map": (unmapped, without_map)}
             for round_number in range(plan.map_rounds):
                 for access in ACCESSES:
-                    for how in turns(round_number, ("map", "no-map")):
-                        guest, server = both[how]
-                        # Written data stays cached, as in the paper: only then does a write of one byte per page
-                        # not read the page first.
-                        guest.ssh("sync" + ("; echo 3 >/proc/sys/vm/drop_caches" if access.what == "read" else ""))
-                        before_us = server.used_us()
-                        moved, took_us = fio(guest, access.what, access.block, plan.map_mib, *access.options)
-                        columns = {"bytes": moved, "us": took_us, "cpu_us": server.used_us() - before_us}
-                        row = Row(
-                            case="map",
-                            what=access.what,
-                            how=how,
-                            limit="none",
-                            round=round_number,
-                            memory_mib=MEMORY_MIB,
-                            block=access.block,
-                            **columns,
-                        )
+                    for how in turns(round_number, tuple(guests_and_servers)):
+                        guest, server = guests_and_servers[how]
+                        row = _measure_access(guest, server, access, plan.map_mib)
+                        row.how, row.round = how, round_number
                         env.rows.append(row)
                 env.log(f"map: {round_number + 1} of {plan.map_rounds}")
     finally:
         for disk in disks.values():
             disk.unlink(missing_ok=True)
+
+
+def _measure_access(guest: CacheGuest, server: native.Server, access: Access, file_mib: int) -> Row:
+    """Accesses the file, and returns the row without way and round."""
+    # Written data stays cached, as in the paper: only then does a write of one byte per page not read the page first.
+    guest.ssh("sync; echo 3 >/proc/sys/vm/drop_caches" if access.what == "read" else "sync")
+    cpu_before_us = server.used_us()
+    moved_bytes, duration_us = fio(guest, access.what, access.block, file_mib, *access.options)
+    return Row(
+        case="map",
+        what=access.what,
+        how="",
+        limit="none",
+        round=0,
+        memory_mib=MEMORY_MIB,
+        block=access.block,
+        bytes=moved_bytes,
+        us=duration_us,
+        cpu_us=server.used_us() - cpu_before_us,
+    )

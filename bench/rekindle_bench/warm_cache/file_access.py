@@ -68,18 +68,19 @@ class Measurement:
 
     def around_reboot(self, access: FileAccess, how: str, round_number: int) -> None:
         """Accesses the file twice before a reboot and twice after it; appends rows, one with the host's peak memory."""
-        self._access(access, how, round_number, at=-2)
-        self._access(access, how, round_number, at=-1)
+        self._access(access, how, round_number, index=-2)
+        self._access(access, how, round_number, index=-1)
         with Watch(self.guest.name, self.env.ram_dir) as watch:
             report = self.env.reboot(self.guest, WARM if how == WARM else COLD)
             settle(self.guest)
-            self._access(access, how, round_number, at=1)
+            self._access(access, how, round_number, index=1)
         self.append_memory(watch, how, round_number, report.get("steps", []))
-        self._access(access, how, round_number, at=2)
+        self._access(access, how, round_number, index=2)
 
-    def _access(self, access: FileAccess, how: str, round_number: int, at: int) -> None:
-        moved, took_us = fio(self.guest, access.what, access.block, access.mib)
-        self._append(access.what, how, round_number, at=at, block=access.block, bytes=moved, us=took_us)
+    def _access(self, access: FileAccess, how: str, round_number: int, index: int) -> None:
+        """Accesses the file once, and appends the row. `index`: as in `Row.at`."""
+        moved_bytes, duration_us = fio(self.guest, access.what, access.block, access.mib)
+        self._append(access.what, how, round_number, at=index, block=access.block, bytes=moved_bytes, us=duration_us)
         if "write" in access.what:
             self.guest.ssh("sync")
 

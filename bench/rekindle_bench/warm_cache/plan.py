@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rekindle_bench.omissions import fewer
 from rekindle_lab.slow import Limit
 
 LIMITS = {"paper": Limit(bytes_per_s=90_000_000), "cloud": Limit(bytes_per_s=125_000_000, operations_per_s=3000)}
@@ -27,9 +28,9 @@ class Plan:
     """Repetitions and settings of each case."""
 
     native_windows: int
-    """Windows of each server and kind of request."""
+    """Windows of each disk server and kind of request, without a guest."""
     native_s: float
-    """Duration of such a window."""
+    """Duration of such a window, in s."""
     retained_reads: int
     """Reads of the whole retained cache, without a guest."""
     files: tuple[FileAccess, ...]
@@ -43,21 +44,21 @@ class Plan:
     map_rounds: int
     """Pairs of accesses with and without a block map."""
     map_mib: int
-    """Size of the file that is accessed in a pair."""
+    """Size of the file that is accessed in a pair, in MiB."""
     tpch_rounds: int
-    """Reboots of each way."""
+    """Reboots of each way with the TPC-H queries."""
     tpch_runs: int
     """Runs of all queries before each reboot, and as many after it."""
     http_rounds: int
-    """Reboots of each way."""
+    """Reboots of each way with a web server."""
     http_s: int
-    """Seconds before each reboot, and as many after it."""
+    """Seconds for which the web server is measured before each reboot, and as many after it."""
     kills: int
     """Kills of a disk's server."""
     kill_every_s: float = 2.5
     """Seconds between two kills; longer than a server must run for its next restart to have no delay."""
     memory_mib: int = 2048
-    """RAM of the guest that reads the file of 1 GiB."""
+    """RAM of the guest that reads the file of 1 GiB, in MiB."""
     span_mib: int = 1024
     """Size of the disk that is accessed without a guest, in MiB."""
     web_files: int = 4000
@@ -116,20 +117,17 @@ QUICK = Plan(
 
 def left_out(plan: Plan) -> list[str]:
     """Lists the repetitions that `plan` omits from the full plan."""
-    lines: list[str] = []
-    for name, own, full in (
-        ("native windows of each server", plan.native_windows, FULL.native_windows),
-        ("native reads from the retained cache", plan.retained_reads, FULL.retained_reads),
-        ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
-        ("reboots of each way with TPC-H", plan.tpch_rounds, FULL.tpch_rounds),
-        ("reboots of each way with a web server", plan.http_rounds, FULL.http_rounds),
-        ("kills of a disk's server", plan.kills, FULL.kills),
-    ):
-        if own < full:
-            lines.append(f"{name}: {own} of {full}")
-    own_files = {(file.what, file.block): file.rounds for file in plan.files}
+    lines = [
+        *fewer("native windows of each server", plan.native_windows, FULL.native_windows),
+        *fewer("native reads from the retained cache", plan.retained_reads, FULL.retained_reads),
+        *fewer("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
+        *fewer("reboots of each way with TPC-H", plan.tpch_rounds, FULL.tpch_rounds),
+        *fewer("reboots of each way with a web server", plan.http_rounds, FULL.http_rounds),
+        *fewer("kills of a disk's server", plan.kills, FULL.kills),
+    ]
+    rounds_by_access = {(file.what, file.block): file.rounds for file in plan.files}
     for file in FULL.files:
-        rounds = own_files.get((file.what, file.block), 0)
+        rounds = rounds_by_access.get((file.what, file.block), 0)
         if rounds < file.rounds:
             lines.append(f"{file.what} of {file.block} bytes: {rounds} of {file.rounds} reboots of each way")
     lines += [f"limit of the disk: {name}" for name in FULL.limits if name not in plan.limits]

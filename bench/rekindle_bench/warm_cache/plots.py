@@ -1,9 +1,10 @@
-"""Plots the paper's figures 5 and 13: reads of a file, and a web server's rate, before and after a reboot."""
+"""Plots figures of the CacheMind paper: rates of file access (5 to 7, 11, 12) and of a web server (13)."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 
 from rekindle_bench.rows import matching
 from rekindle_lab import style
@@ -12,44 +13,51 @@ from rekindle_lab.stats import median
 from .analysis import rate, through_reboots, ways
 
 COLOURS = {"warm-cache": "#0072B2", "cold": "#D55E00", "writeback": "#009E73", "none": "#999999"}
-AT = (-2, -1, 1, 2)
-"""Indices of the accesses: before a reboot and after it."""
+ACCESSES = (-2, -1, 1, 2)
+"""Indices of the accesses (column `at`): two before a reboot and two after it."""
+REBOOT_X = 1.5
+"""Position of the reboot on an axis of accesses."""
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
-    return [name for name in (_accesses(frame, folder), _web(frame, folder)) if name]
+    names = [draw_file_access_through_reboots(frame, folder), draw_web_server_through_reboots(frame, folder)]
+    return [name for name in names if name is not None]
 
 
-def _accesses(frame: pd.DataFrame, folder: Path) -> str | None:
+def draw_file_access_through_reboots(frame: pd.DataFrame, folder: Path) -> str | None:
+    """Draws the rate of each access before and after a reboot, by way; a panel for each kind of access."""
     rows = through_reboots(frame)
     kinds = list(dict.fromkeys(zip(rows["limit"], rows["on"], rows["what"], rows["block"], strict=True)))
     if not kinds:
         return None
-    figure, all_axes = plt.subplots(
-        1, len(kinds), figsize=(2.6 * len(kinds) + 1, 3.4), squeeze=False, layout="constrained", sharey=False
-    )
-    for axes, (limit, on, what, block) in zip(all_axes[0], kinds, strict=True):
-        of_kind = matching(rows, limit=limit, on=on, what=what, block=block)
-        for way in ways(of_kind):
-            rates = {position: rate(matching(of_kind, how=way, at=at)) for position, at in enumerate(AT)}
-            medians = {position: median(values) for position, values in rates.items() if values}
-            axes.plot(list(medians), list(medians.values()), marker="o", color=COLOURS[way], label=way)
-        axes.axvline(1.5, color="#888888", linestyle=":")
-        axes.set_xticks(range(len(AT)), [f"{at:+d}" for at in AT])
-        axes.set_ylim(0)
+    width = 2.6 * len(kinds) + 1
+    figure, grid = plt.subplots(1, len(kinds), figsize=(width, 3.4), squeeze=False, layout="constrained", sharey=False)
+    panels = list(grid.flat)
+    for axes, (limit, on, what, block) in zip(panels, kinds, strict=True):
+        _draw_accesses(axes, matching(rows, limit=limit, on=on, what=what, block=block))
         axes.set_title(f"{what}, {int(block)} bytes\n({on}, {limit})", fontsize=9)
-    all_axes[0][0].set_ylabel("MB/s (medians)")
-    style.shared_legend(figure, all_axes.flat, ncols=4)
-    figure.suptitle(
-        "A file through a reboot (the paper's figures 5 to 7, 11, 12)", x=0.01, ha="left", fontweight="bold"
-    )
+    panels[0].set_ylabel("MB/s (medians)")
+    style.shared_legend(figure, panels, ncols=4)
+    style.title(figure, "A file through a reboot (the paper's figures 5 to 7, 11, 12)")
     style.save(figure, folder / "warm-cache-files.png")
     return "warm-cache-files.png"
 
 
-def _web(frame: pd.DataFrame, folder: Path) -> str | None:
+def _draw_accesses(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draws a line through the median rates of each way."""
+    for way in ways(rows):
+        rates = {x: rate(matching(rows, how=way, at=index)) for x, index in enumerate(ACCESSES)}
+        medians = {x: median(values) for x, values in rates.items() if values}
+        axes.plot(list(medians), list(medians.values()), marker="o", color=COLOURS[way], label=way)
+    axes.axvline(REBOOT_X, color="#888888", linestyle=":")
+    axes.set_xticks(range(len(ACCESSES)), [f"{index:+d}" for index in ACCESSES])
+    axes.set_ylim(0)
+
+
+def draw_web_server_through_reboots(frame: pd.DataFrame, folder: Path) -> str | None:
+    """Draws figure 13: the rate of a web server in each second before and after a reboot, by way."""
     rows = matching(frame, case="http", what="http")
     if not len(rows):
         return None
@@ -64,6 +72,6 @@ def _web(frame: pd.DataFrame, folder: Path) -> str | None:
     axes.set_xlabel("s: before 0 until the reboot, after 0 since the guest is well again")
     axes.set_ylabel("MB/s (medians)")
     axes.legend()
-    figure.suptitle("A web server through a reboot (the paper's figure 13)", x=0.01, ha="left", fontweight="bold")
+    style.title(figure, "A web server through a reboot (the paper's figure 13)")
     style.save(figure, folder / "warm-cache-figure13.png")
     return "warm-cache-figure13.png"

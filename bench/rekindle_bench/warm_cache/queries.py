@@ -48,20 +48,22 @@ def tpch(env: CacheEnvironment, plan: Plan) -> None:
     limit = plan.limits[0]
     with env.on_limited_disk(env.cached("tpch", MEMORY_MIB, 5), limit) as guest:
 
-        def measure(how: str, round_number: int, at: int) -> None:
+        def measure(how: str, round_number: int, index: int) -> None:
             run = run_queries(guest)
-            served = env.from_retained_cache(guest) if at == 1 and how == WARM else None
+            served = env.from_retained_cache(guest) if index == 1 and how == WARM else None
             columns = {"memory_mib": guest.memory_mib, "bytes": served, "us": run.took_us, "steps": run.steps}
-            env.rows.append(Row(case="tpch", what="tpch", how=how, limit=limit, round=round_number, at=at, **columns))
+            env.rows.append(
+                Row(case="tpch", what="tpch", how=how, limit=limit, round=round_number, at=index, **columns)
+            )
 
         run_queries(guest)  # fills the guest's cache
         for round_number in range(plan.tpch_rounds):
             for how in turns(round_number, (WARM, COLD, COLD_READ)):
-                for at in range(-plan.tpch_runs, 0):
-                    measure(how, round_number, at)
+                for index in range(-plan.tpch_runs, 0):
+                    measure(how, round_number, index)
                 env.reboot(guest, WARM if how == WARM else COLD)
                 if how == COLD_READ:
                     guest.ssh(READ_ALL)
-                for at in range(1, plan.tpch_runs + 1):
-                    measure(how, round_number, at)
+                for index in range(1, plan.tpch_runs + 1):
+                    measure(how, round_number, index)
             env.log(f"tpch: {round_number + 1} of {plan.tpch_rounds}")

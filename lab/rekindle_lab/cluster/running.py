@@ -25,14 +25,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 POLL_S = 0.05
 """Seconds between searches for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
-INSPECT_NEW_S = 1.0
-"""Seconds for which a new process is inspected, since it may execute another program."""
+INSPECT_RECENT_S = 1.0
+"""Seconds for which each search inspects a process after it was first seen, since it may execute another program."""
 INSPECT_ALL_EVERY_S = 2.0
-"""Seconds between inspections of all processes."""
+"""Seconds between searches that inspect all processes."""
 BEAT_EVERY_S = 0.5
 """Seconds between two lines with the present QEMUs, which show that the watch is alive."""
 TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
@@ -143,20 +143,30 @@ class RunChange(NamedTuple):
 class Qemu:
     """One QEMU of the VM, and a connection to a QMP socket that only the watch uses."""
 
-    def __init__(self, pid: int, vm: str, console: Console | None, *, new: bool) -> None:
-        """Connects; raises `OSError` while QEMU does not listen. `new`: QEMU was seen before its guest could run."""
+    def __init__(
+        self, pid: int, node: str, connection: socket.socket, console: Console | None, *, was_seen_starting: bool
+    ) -> None:
+        """`was_seen_starting`: QEMU was found before its guest could run."""
         self.pid = pid
-        self.new = new
-        self.node = _node(pid)
+        self.node = node
+        self.socket = connection
         self.console = console
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(1.0)
-        self.socket.connect(f"/proc/{pid}/root/run/spy-{vm}.sock")
+        """`None` once the guest's first tick was found, or if it cannot be found."""
+        self.was_seen_starting = was_seen_starting
         self.buffer = b""
+        """The start of a message that is not complete."""
         self.runs = False
+
+    @classmethod
+    def connect(cls, pid: int, vm: str, console: Console | None, *, was_seen_starting: bool) -> Self:
+        """Connects, and requests the guest's state. Raises `OSError` while QEMU does not listen."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(1.0)
+        connection.connect(f"/proc/{pid}/root/run/spy-{vm}.sock")
         for command in ("qmp_capabilities", "query-status"):
-            self.socket.sendall(json.dumps({"execute": command}).encode() + b"\n")
-        self.socket.settimeout(0.0)
+            connection.sendall(json.dumps({"execute": command}).encode() + b"\n")
+        connection.settimeout(0.0)
+        return cls(pid, _node(pid), connection, console, was_seen_starting=was_seen_starting)
 
     def poll(self) -> list[RunChange]:
         """Returns the changes since the last call. Raises `ConnectionError` if QEMU has ended."""
@@ -179,7 +189,7 @@ class Qemu:
         """Returns the state of the guest that a message reports."""
         answer = message.get("return")
         if isinstance(answer, dict) and "running" in answer:
-            if answer["running"] and not self.new:
+            if answer["running"] and not self.was_seen_starting:
                 self.console = None  # the guest started at an unknown time, and its first tick has passed
             return RunChange(answer["running"], time.time_ns() // 1000)
         if message.get("event") in ("RESUME", "STOP"):
@@ -202,35 +212,43 @@ class Processes:
 
     vm: str
     machine: Path = Path("/proc")
-    _seen: dict[str, float] = field(default_factory=dict)
-    """When each process was first seen."""
-    _all_inspected_at: float = 0.0
-    _first_call: float | None = None
+    _first_seen: dict[str, float] = field(default_factory=dict)
+    """When each process was first seen, by its pid. Times are of the monotonic clock, in s."""
+    _last_inspection_of_all: float = 0.0
+    _first_search: float | None = None
 
-    def is_new(self, pid: int) -> bool:
-        """Returns whether a process has started since the first call of `qemus`."""
-        return self._first_call is not None and self._seen.get(str(pid), self._first_call) > self._first_call
+    def was_seen_starting(self, pid: int) -> bool:
+        """Returns whether a process has started since the first call of `find_qemus`."""
+        if self._first_search is None or str(pid) not in self._first_seen:
+            return False
+        return self._first_seen[str(pid)] > self._first_search
 
-    def qemus(self, now: float) -> dict[int, Path | None]:
-        """Returns the QEMUs among new processes, with their guests' console files. `now`: by the monotonic clock."""
-        wanted = f"/run/spy-{self.vm}.sock".encode()
-        self._first_call = now if self._first_call is None else self._first_call
-        inspect_all = now - self._all_inspected_at > INSPECT_ALL_EVERY_S
-        if inspect_all:
-            self._all_inspected_at = now
-        names = [name for name in os.listdir(self.machine) if name.isdigit()]  # noqa: PTH208
-        self._seen = {name: self._seen.get(name, now) for name in names}
+    def find_qemus(self, now: float) -> dict[int, Path | None]:
+        """Returns the VM's QEMUs among the inspected processes, with their guests' console files.
+
+        Inspects the processes that were first seen recently, at intervals all of them. `now`: by the monotonic clock.
+        """
+        if self._first_search is None:
+            self._first_search = now
+        inspects_all = now - self._last_inspection_of_all > INSPECT_ALL_EVERY_S
+        if inspects_all:
+            self._last_inspection_of_all = now
+        pids = [name for name in os.listdir(self.machine) if name.isdigit()]  # noqa: PTH208
+        self._first_seen = {pid: self._first_seen.get(pid, now) for pid in pids}
         console_by_pid: dict[int, Path | None] = {}
-        for name, seen_since in self._seen.items():
-            if not inspect_all and now - seen_since > INSPECT_NEW_S:
-                continue
-            with contextlib.suppress(OSError):
-                command_line = (self.machine / name / "cmdline").read_bytes()
-                if wanted in command_line:
-                    log = re.search(rb"logfile=([^,\0]+)", command_line)
-                    root = self.machine / name / "root"
-                    console_by_pid[int(name)] = root / log[1].decode().lstrip("/") if log else None
+        for pid, first_seen in self._first_seen.items():
+            if inspects_all or now - first_seen <= INSPECT_RECENT_S:
+                self._inspect(pid, console_by_pid)
         return console_by_pid
+
+    def _inspect(self, pid: str, console_by_pid: dict[int, Path | None]) -> None:
+        """Adds a process to `console_by_pid` if it is a QEMU of the VM. Ignores a process that has ended."""
+        with contextlib.suppress(OSError):
+            command_line = (self.machine / pid / "cmdline").read_bytes()
+            if f"/run/spy-{self.vm}.sock".encode() in command_line:
+                log = re.search(rb"logfile=([^,\0]+)", command_line)
+                root = self.machine / pid / "root"
+                console_by_pid[int(pid)] = root / log[1].decode().lstrip("/") if log else None
 
 
 class Watch:
@@ -263,11 +281,12 @@ class Watch:
 
     def find_qemus(self, now: float) -> None:
         """Finds new QEMUs, and connects to those that listen."""
-        for pid, log in self.processes.qemus(now).items():
+        for pid, log in self.processes.find_qemus(now).items():
             self.consoles.setdefault(pid, Console(log) if log else None)
         for pid in [pid for pid in self.consoles if pid not in self.qemus]:
             try:
-                self.qemus[pid] = Qemu(pid, self.vm, self.consoles[pid], new=self.processes.is_new(pid))
+                was_seen_starting = self.processes.was_seen_starting(pid)
+                self.qemus[pid] = Qemu.connect(pid, self.vm, self.consoles[pid], was_seen_starting=was_seen_starting)
             except OSError:
                 if not Path(f"/proc/{pid}").exists():
                     del self.consoles[pid]

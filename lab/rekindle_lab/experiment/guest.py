@@ -71,7 +71,7 @@ class GuestRunner:
             versions["wrk"] = _wrk_version()
         return versions
 
-    def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
+    def leftovers(self, planned: Planned, attempt: int) -> dict[str, Any]:
         """Returns the names of the namespace and the folders that the run will make.
 
         The names are recorded before the run starts, so that `clear` can remove everything after a kill.
@@ -79,18 +79,18 @@ class GuestRunner:
         name = f"rkx-{self.key}-{planned.run}-{attempt}"
         return {"netns": name, "work": f"/dev/shm/{name}", "disk": str(self.disk / name)}
 
-    def clear(self, leaves: dict[str, Any]) -> None:
+    def clear(self, leftovers: dict[str, Any]) -> None:
         """Ends the VM of a run and all processes that a kill has left; removes the run's folders and its namespace."""
         try:
-            Workspace.from_leaves(self.binary, leaves).remove()
+            Workspace.from_leftovers(self.binary, leftovers).remove()
         except RekindleError as error:
             raise RunError(str(error)) from error
 
-    def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
+    def run(self, planned: Planned, settings: dict[str, Any], leftovers: dict[str, Any]) -> Measured:
         """Executes one run."""
         del planned  # part of the interface; the settings and the names are enough here
         try:
-            with Workspace.from_leaves(self.binary, leaves).made() as space:
+            with Workspace.from_leftovers(self.binary, leftovers).created() as space:
                 return self._run_in(space, settings)
         except RekindleError as error:
             raise RunError(str(error)) from error

@@ -1,7 +1,7 @@
 """The interface of a run (`Runner`, `Measured`, `RunError`), and the runner that executes a program (`CommandRunner`).
 
 A run takes a treatment (one level of each factor), given as the `settings` of these levels. It returns responses (the
-measured numbers), raw samples and versions. Before a run starts, its `leaves` are recorded: the names of everything
+measured numbers), raw samples and versions. Before a run starts, its `leftovers` are recorded: the names of everything
 that it makes (folders, namespaces, processes), which `clear` removes if a kill has left them.
 """
 
@@ -48,13 +48,13 @@ class Measured:
 class Runner(Protocol):
     """Executes runs, one at a time."""
 
-    def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
+    def leftovers(self, planned: Planned, attempt: int) -> dict[str, Any]:
         """Returns names of everything that a run will make, as JSON, so that `clear` finds it."""
 
-    def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
+    def run(self, planned: Planned, settings: dict[str, Any], leftovers: dict[str, Any]) -> Measured:
         """Executes a run from a fresh state, and leaves nothing behind. Raises `RunError`."""
 
-    def clear(self, leaves: dict[str, Any]) -> None:
+    def clear(self, leftovers: dict[str, Any]) -> None:
         """Removes the remains of a killed run. May be called again."""
 
 
@@ -69,18 +69,18 @@ class CommandRunner:
         self.experiment = experiment
         self.folder = folder
 
-    def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
+    def leftovers(self, planned: Planned, attempt: int) -> dict[str, Any]:
         """Returns a mark for the environment of all processes of the run. The program itself removes other remains."""
         return {"mark": f"{planned.run}-{attempt}-{uuid.uuid4()}"}
 
-    def clear(self, leaves: dict[str, Any]) -> None:
+    def clear(self, leftovers: dict[str, Any]) -> None:
         """Ends the processes of an attempt that was killed, since they would run during the next attempt."""
-        if "mark" in leaves:
-            end_processes(with_variable(MARK, leaves["mark"]))
+        if "mark" in leftovers:
+            end_processes(with_variable(MARK, leftovers["mark"]))
 
-    def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
+    def run(self, planned: Planned, settings: dict[str, Any], leftovers: dict[str, Any]) -> Measured:
         """Runs the program in the definition's folder."""
-        process = self._start(planned, settings, leaves)
+        process = self._start(planned, settings, leftovers)
         program = self.experiment.command.argv[0]
         try:
             output, errors = process.communicate(timeout=self.experiment.command.deadline_s)
@@ -98,14 +98,14 @@ class CommandRunner:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{program}: its last line is not a result ({error!r}): {output[-500:]}") from error
 
-    def _start(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> subprocess.Popen[str]:
+    def _start(self, planned: Planned, settings: dict[str, Any], leftovers: dict[str, Any]) -> subprocess.Popen[str]:
         run = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
         argv = self.experiment.command.argv
         try:
             return subprocess.Popen(
                 argv,
                 cwd=self.folder,
-                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(run), MARK: leaves["mark"]},
+                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(run), MARK: leftovers["mark"]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

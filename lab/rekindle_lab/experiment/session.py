@@ -1,7 +1,7 @@
 """Executes an experiment's runs in the committed order; continues after an interruption (`ExperimentSession`).
 
 The order of the runs is drawn at random and written to `order.json` ("committed") before the first run. A session is
-one start of the command: it continues after the last finished run. The `leaves` of a run are the names of what it
+one start of the command: it continues after the last finished run. The `leftovers` of a run are the names of what it
 makes, recorded before it starts, so that the next session can remove what a kill has left. The ledger records each run
 (`rekindle_lab.runs.ledger`); `_measure` has the keys of a run's line, which `rekindle_lab.analysis.runs` reads again.
 """
@@ -20,7 +20,7 @@ from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Order, Planned
 from rekindle_lab.experiment.runner import Measured, RunError, Runner
 from rekindle_lab.numbers import for_json, is_finite_number
-from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
+from rekindle_lab.runs.execute import Leftovers, RunEnd, execute, remove_remains
 from rekindle_lab.runs.ledger import RUNS, Ledger
 
 ORDER = "order.json"
@@ -91,14 +91,14 @@ class ExperimentSession:
     def _execute(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
         """Executes a run, and returns its line in the ledger."""
         return execute(
-            ledger, planned.run, partial(self.runner.leaves, planned), partial(self._measure, order, planned)
+            ledger, planned.run, partial(self.runner.leftovers, planned), partial(self._measure, order, planned)
         )
 
-    def _measure(self, order: Order, planned: Planned, leaves: Leaves) -> RunEnd:
+    def _measure(self, order: Order, planned: Planned, leftovers: Leftovers) -> RunEnd:
         """Executes a run by the runner, and returns what the run's line records."""
         measured, error, status = Measured(), None, 0
         try:
-            measured = self.runner.run(planned, self.experiment.settings(planned.treatment), leaves)
+            measured = self.runner.run(planned, self.experiment.settings(planned.treatment), leftovers)
             _keep_responses(measured, self.experiment.responses)
         except RunError as failure:
             error, status, measured = str(failure), failure.exit_status, failure.measured or measured

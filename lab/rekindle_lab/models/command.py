@@ -184,7 +184,7 @@ def command(
         if moves is not None:
             inputs = with_moves(inputs, moves, guest=move_guest, load=move_load, vms=move_vms)
         timers = inputs.timers
-        inputs = inputs.at(
+        inputs = inputs.with_timers(
             Timers(
                 timers.vmm_interval_s if vmm_interval_d is None else vmm_interval_d * DAY_S,
                 timers.os_interval_s if os_interval_d is None else os_interval_d * DAY_S,

@@ -114,7 +114,7 @@ class Parameters:
             raise ParameterError(f"no technique '{name}' in {self.source}; there are: {', '.join(self.techniques)}")
         return self.techniques[name]
 
-    def at(self, timers: Timers) -> "Parameters":
+    def with_timers(self, timers: Timers) -> "Parameters":
         """Returns these parameters with other timers."""
         return replace(self, timers=timers)
 

@@ -142,20 +142,20 @@ def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
     """Returns the plan of one host: its place in the order, and its VMs' OS reboots, evenly over their interval."""
     if name not in plan.rolling.hosts:
         raise DefinitionError(f"--host: no host '{name}' in the plan")
-    place = plan.rolling.hosts.index(name)
+    index_in_order = plan.rolling.hosts.index(name)
     hosts = next(hosts for hosts in plan.fleet.hosts if name in hosts.names)
-    phase = start_unix_s + round(place * plan.rolling.spacing_s)
-    vms = tuple(_vms(plan, hosts, place, start_unix_s))
+    phase = start_unix_s + round(index_in_order * plan.rolling.spacing_s)
+    vms = tuple(_vms(plan, hosts, index_in_order, start_unix_s))
     return HostPlan(name, plan.fleet.scope, round(plan.fleet.vmm_interval_max_s), phase, vms)
 
 
-def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
-    """Returns the VMs of the host at `place` in the order, with the phases of their OS reboots."""
+def _vms(plan: Plan, hosts: Hosts, index_in_order: int, start_unix_s: int) -> list[Vm]:
+    """Returns the VMs of a host, with the phases of their OS reboots."""
     named = [(vms, name) for vms in hosts.vms for name in vms.names]
     planned_vms = []
     for index, (vms, name) in enumerate(named):
         choice = plan.choices[VmsKey(hosts.name, vms.name)]
-        share_of_interval = (place / plan.fleet.size + index) / len(named)
+        share_of_interval = (index_in_order / plan.fleet.size + index) / len(named)
         phase = start_unix_s + round(share_of_interval * choice.os_interval_s)
         planned_vms.append(
             Vm(

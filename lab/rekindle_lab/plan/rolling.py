@@ -158,18 +158,18 @@ def _group_conflicts(hosts: list[_Host], concurrent: int, finished_after_s: floa
 
     `concurrent`: number of hosts that follow each other in the order and are unavailable at the same time.
     """
-    places_of_group: dict[str, list[int]] = defaultdict(list)
-    for place, host in enumerate(hosts):
+    indexes_of_group: dict[str, list[int]] = defaultdict(list)
+    for index_in_order, host in enumerate(hosts):
         if host.group is not None:
-            places_of_group[host.group].append(place)
+            indexes_of_group[host.group].append(index_in_order)
     conflicts = []
-    for group, places in places_of_group.items():
-        if len(places) < 2:
+    for group, indexes in indexes_of_group.items():
+        if len(indexes) < 2:
             continue
-        smallest_distance = np.diff([*places, places[0] + len(hosts)]).min()
+        smallest_distance = np.diff([*indexes, indexes[0] + len(hosts)]).min()
         if smallest_distance < concurrent:
             days = len(hosts) * finished_after_s / smallest_distance / DAY_S
             conflicts.append(
-                f"group '{group}': two of its {len(places)} hosts overlap; an interval of {days:.3g} days would do"
+                f"group '{group}': two of its {len(indexes)} hosts overlap; an interval of {days:.3g} days would do"
             )
     return conflicts

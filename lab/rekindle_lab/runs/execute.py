@@ -1,7 +1,7 @@
 """Executes one run between its two lines in the ledger, so that a kill at any moment loses no finished run.
 
-The line before the run has its `leaves`: the names of what it makes (folders, namespaces, processes). If the line after
-the run is missing, a kill has left them, and `remove_remains` removes them before the next run.
+The line before the run has its leftovers (key `leaves`): the names of what it makes, such as folders, namespaces and
+processes. If the line after the run is missing, a kill has left them; `remove_remains` then removes them.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rekindle_lab.runs.ledger import Ledger
 
-Leaves = dict[str, Any]
+Leftovers = dict[str, Any]
 """Names of everything that a run makes, as JSON, so that the remains of a killed run can be removed."""
 
 
@@ -25,11 +25,11 @@ class RunEnd:
 
 
 def execute(
-    ledger: Ledger, run: int | str, leaves: Callable[[int], Leaves], work: Callable[[Leaves], RunEnd]
+    ledger: Ledger, run: int | str, leftovers_of: Callable[[int], Leftovers], work: Callable[[Leftovers], RunEnd]
 ) -> dict[str, Any]:
-    """Executes a run by `work`, and returns its line. `leaves` names what the run makes, given the attempt's number."""
+    """Executes a run by `work`, and returns its line. `leftovers_of` names what an attempt makes, given its number."""
     attempt = ledger.attempts(run) + 1
-    names = leaves(attempt)
+    names = leftovers_of(attempt)
     began_unix_s, began = round(time.time(), 3), time.monotonic()
     ledger.begin({"run": run, "attempt": attempt, "began_unix_s": began_unix_s, "leaves": names})
     end = work(names)
@@ -45,7 +45,7 @@ def execute(
     return line
 
 
-def remove_remains(ledger: Ledger, clear: Callable[[Leaves], None], log: Callable[[str], None]) -> None:
+def remove_remains(ledger: Ledger, clear: Callable[[Leftovers], None], log: Callable[[str], None]) -> None:
     """Removes the remains of interrupted attempts by `clear`, which may be called again for the same ones."""
     for started in ledger.interrupted():
         clear(started["leaves"])

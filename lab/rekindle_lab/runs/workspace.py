@@ -1,7 +1,14 @@
 """The folders and the network namespaces in which a run works. All of them are removed, however the run ends.
 
-A run makes them with `Workspace.made`. Their names (`leaves`) are recorded before, so that after a kill the next
-session removes them with `Workspace.from_leaves(...).remove()`.
+A run creates them with `Workspace.created`. Their names (`leftovers`) are recorded before, so that after a kill the
+next session removes them with `Workspace.from_leftovers(...).remove()`. The layout:
+
+    WORK/                     on a tmpfs
+      ram/                    a tmpfs for guest RAM
+      RUN_DIR/                run directories of Rekindle, such as `run`
+        VM/state.json         the record of a VM
+        .NAME/                folders of Rekindle itself
+    DISK/                     on a real disk
 """
 
 import os
@@ -19,7 +26,11 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.runs.processes import mentioning, with_variable
 
 VM_RECORDS = ("state.json", "operation.json")
-"""Files in a run directory's folder that show that the folder is of a VM."""
+"""Files of which a VM's folder in a run directory has at least one."""
+VM_FOLDERS = "*/[!.]*"
+"""Pattern of the folders that may be of VMs, in `Workspace.work`: RUN_DIR/VM, without Rekindle's own (.NAME)."""
+NO_SUCH_VM = "there is no VM"
+"""Part of the error of `rekindle stop` for a VM that has ended meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Workspace:
     disk: Path
     """Folder on a real disk, for disks, saved RAM and stores."""
     namespaces: tuple[str, ...]
+    """Names of the network namespaces."""
 
     @property
     def ram(self) -> Path:
@@ -40,20 +52,20 @@ class Workspace:
         return self.work / "ram"
 
     @property
-    def leaves(self) -> dict[str, Any]:
-        """Names of everything that a kill would leave behind, as JSON for `from_leaves`."""
+    def leftovers(self) -> dict[str, Any]:
+        """Names of everything that a kill would leave behind, as JSON for `from_leftovers`."""
         return {"netns": list(self.namespaces), "work": str(self.work), "disk": str(self.disk)}
 
     @classmethod
-    def from_leaves(cls, binary: Path, leaves: dict[str, Any]) -> Self:
+    def from_leftovers(cls, binary: Path, leftovers: dict[str, Any]) -> Self:
         """Returns the workspace of a run from the names recorded before it started. `netns` is one name or a list."""
-        names = leaves["netns"]
+        names = leftovers["netns"]
         namespaces = (names,) if isinstance(names, str) else tuple(names)
-        return cls(binary, work=Path(leaves["work"]), disk=Path(leaves["disk"]), namespaces=namespaces)
+        return cls(binary, work=Path(leftovers["work"]), disk=Path(leftovers["disk"]), namespaces=namespaces)
 
     @contextmanager
-    def made(self) -> Iterator[Self]:
-        """Makes the folders and namespaces; removes them at the end."""
+    def created(self) -> Iterator[Self]:
+        """Creates the folders and namespaces; removes them at the end."""
         try:
             self.ram.mkdir(parents=True)
             self.disk.mkdir(parents=True)
@@ -66,13 +78,19 @@ class Workspace:
             self.remove()
 
     def _stop_vms(self) -> None:
-        """Stops the VMs of all run directories in the workspace."""
-        records = [record for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")]
-        for vm_folder in {record.parent for record in records}:
+        """Stops the VMs of all run directories in the workspace.
+
+        Raises `RekindleError` for a VM that cannot be stopped while processes of the run live: they may use its files.
+        Without such processes only the files of the VM are left, and they can be removed.
+        """
+        for vm_folder in list(self.work.glob(VM_FOLDERS)):
+            if not any((vm_folder / record).exists() for record in VM_RECORDS):
+                continue
             try:
                 Rekindle(self.binary, run_dir=vm_folder.parent).stop(vm_folder.name)
             except (RekindleError, subprocess.TimeoutExpired) as error:
-                if "there is no VM" not in str(error) and mentioning(str(self.work)):
+                has_ended = NO_SUCH_VM in str(error)
+                if not has_ended and mentioning(str(self.work)):
                     raise RekindleError(f"{self.work}: processes of a killed run cannot be ended: {error}") from error
 
     def remove(self) -> None:

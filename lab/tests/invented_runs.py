@@ -39,9 +39,9 @@ def campaign(levels=("cold", "kexec")):
     order = list(generator.permutation([level for level in levels for _ in range(16)]))
     lines = []
     for number, level in enumerate(order, start=1):
-        place = levels.index(level)
+        rank = levels.index(level)
         responses = {
-            "downtime_s": float(generator.normal(117.5 / (1 + 3 * place), 4.0 / (1 + 6 * place))),
+            "downtime_s": float(generator.normal(117.5 / (1 + 3 * rank), 4.0 / (1 + 6 * rank))),
             "throughput_per_s": float(generator.normal(100, 3)),
         }
         lines.append(line(number, level, responses, total=len(order)))
@@ -63,3 +63,9 @@ def write(path, lines):
     """Writes the runs as JSON lines, and returns the path."""
     path.write_text("".join(json.dumps(run) + "\n" for run in lines))
     return path
+
+
+def three_groups():
+    """Returns samples of three levels with different means, deviations and sizes."""
+    generator = np.random.default_rng(3)
+    return [generator.normal(mean, sd, n) for mean, sd, n in ((10, 1, 12), (11, 2, 9), (10.5, 4, 15))]
