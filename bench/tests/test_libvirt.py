@@ -141,23 +141,21 @@ def test_an_absence_is_from_one_answer_to_the_next():
     assert domains.absences_us([]) == []
 
 
-def test_the_reported_absence_is_from_the_daemons_stop_to_its_return():
-    """Two domains, replaced one after the other: the daemon is absent twice."""
+def test_the_reported_absence_is_the_sum_of_all():
+    """The daemon can be absent more than once. A version of Rekindle may not report it."""
+    assert domains.reported_away_us({"vms": [], "daemon_absences_us": [700, 300]}) == 1000
+    assert domains.reported_away_us({"vms": []}) is None
 
-    def vm(begin_us):
-        stop = {"step": domains.STOP_STEP, "start_host_us": begin_us, "us": 100}
-        resume = {"step": "resume", "start_host_us": begin_us + 100, "us": 200}
-        return {"steps": [stop, resume, {"step": domains.RETURN_STEP, "start_host_us": begin_us + 400, "us": 600}]}
 
-    assert domains.reported_away_us({"vms": [vm(5000), vm(9000)]}) == 2 * 1000
-    assert domains.reported_away_us({"vms": [{"steps": []}]}) is None
+def make_domain(folder, has_tap):
+    image = Image("micro", folder)
+    folders = {"ram_dir": folder, "disk_dir": folder}
+    return Domain("db", image=image, memory_mib=2048, index=3, touch="all", netns="n", has_tap=has_tap, **folders)
 
 
 @pytest.fixture
 def domain(tmp_path):
-    image = Image("micro", tmp_path)
-    folders = {"ram_dir": tmp_path, "disk_dir": tmp_path}
-    return Domain("db", image=image, memory_mib=2048, index=3, touch="all", netns="n", **folders)
+    return make_domain(tmp_path, has_tap=False)
 
 
 def test_a_domain_is_unprepared_and_its_ports_are_forwarded(domain):
@@ -170,6 +168,17 @@ def test_a_domain_is_unprepared_and_its_ports_are_forwarded(domain):
     forwarded = dict(re.findall(r"hostfwd=tcp:127\.0\.0\.1:(\d+)-:(\d+)", arguments[1]))
     assert forwarded == {str(domain.port(7)): "7", str(domain.port(7000)): "7000"} and len(forwarded) == 2
     assert domain.echo_url == f"echo://127.0.0.1:{domain.port(7)}"
+
+
+def test_a_domain_with_a_tap_is_reached_through_the_bridge(tmp_path):
+    """It has the guest's own ports, and nothing but libvirt's own arguments."""
+    domain = make_domain(tmp_path, has_tap=True)
+    description = ET.fromstring(domain.xml("/usr/bin/qemu"))
+    assert description.find("{*}commandline") is None
+    assert description.find("devices/interface/source").get("bridge") == domains.BRIDGE
+    assert f"rekindle.ip={domain.address}/24" in description.findtext("os/cmdline")
+    assert domain.address.startswith(f"{domains.BRIDGE_NETWORK}.") and domain.echo_url == f"echo://{domain.address}:7"
+    assert not domain.address.endswith(".1")  # this machine's
 
 
 def vm_json(name, outcome="done"):
@@ -201,13 +210,16 @@ def test_the_gap_is_the_one_around_the_stop(domain):
     assert row.gap_us == 400_000
 
 
-def test_the_option_of_a_preview_is_used_where_there_is_one(tmp_path):
-    """The help of the binary shows it."""
-    for text, options in (("--preview  Required", ["--preview"]), ("--qemu PATH", [])):
-        binary = tmp_path / "rekindle"
-        binary.write_text(f'#!/bin/sh\n[ "$*" = "replace-qemu --help" ] && echo "{text}"\n')
-        binary.chmod(0o755)
-        assert domains.preview(Rekindle(binary, tmp_path)) == options
+@pytest.mark.parametrize(
+    ("text", "options", "taps"),
+    [("--preview  Required. Needs: root; no tap", ("--preview",), False), ("--qemu PATH. Needs: root", (), True)],
+)
+def test_the_help_shows_what_a_version_can_do(tmp_path, text, options, taps):
+    """An option is used where there is one, a tap where it is possible."""
+    binary = tmp_path / "rekindle"
+    binary.write_text(f'#!/bin/sh\n[ "$*" = "replace-qemu --help" ] && echo "{text}"\n')
+    binary.chmod(0o755)
+    assert domains.Abilities.of(Rekindle(binary, tmp_path)) == domains.Abilities(options, taps)
 
 
 def test_omissions_of_a_quick_run_are_listed():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rekindle_bench.environment import Environment, Setup
 from rekindle_bench.vmm.twins import by_name, version
@@ -25,6 +25,7 @@ from .rows import MANAGEDSAVE, Row
 
 T = TypeVar("T")
 IMAGE = "micro"
+ECHO_PORT = 7
 LOAD_MB = 20
 """MB of its memory that a guest writes each second while it is measured."""
 PAGE_BYTES = 4096
@@ -33,37 +34,43 @@ LOAD_S = 1.0
 FIRST_REPLY_S = 2.0
 """Time limit of a first reply. A new connection is faster than a retransmission of QEMU's user network."""
 CLIENT = ("--timeout", "100ms")
-"""Connections of QEMU's user network end with their QEMU, without notice if it is stopped. So a client of a domain
-connects again when it has waited this long."""
+"""Options of the client of a domain, which connects again when it has waited this long. A connection of QEMU's user
+network ends with its QEMU, without notice if that is stopped. One through a bridge outlives QEMU; but while the guest is
+away, TCP waits longer and longer before it repeats a packet."""
 CLIENT_EVERY = "2ms"
 ABSENCE_US = 100_000
 """A client of libvirt that waits longer than this for an answer finds libvirt absent: ten times its interval."""
-STOP_STEP, RETURN_STEP = "stop libvirt's daemon", "give back"
-"""Steps of Rekindle's report between which libvirt's daemon does not run."""
+BRIDGE = "rkbench0"
+"""Bridge for domains, in the network namespace of the run."""
+BRIDGE_NETWORK = "10.89.0"
 
 
 @dataclass(frozen=True)
 class Domain(Guest):
-    """A domain of libvirt with the micro guest. This machine's loopback in `netns` forwards ports to it."""
+    """A domain of libvirt with the micro guest."""
+
+    has_tap: bool
+    """Whether its network card is a tap in `BRIDGE`, or else QEMU's user network with forwarded ports."""
 
     @property
     def address(self) -> str:
-        """Address at which the guest's ports are forwarded."""
-        return "127.0.0.1"
+        """Address at which its clients reach it."""
+        return f"{BRIDGE_NETWORK}.{self.index + 1}" if self.has_tap else "127.0.0.1"
 
     def port(self, guest_port: int) -> int:
-        """Returns the port of the host that is forwarded to a port of the guest."""
-        return 20_000 + 10_000 * (guest_port != COMMAND_PORT) + self.index
+        """Returns the port at which clients reach a port of the guest."""
+        return guest_port if self.has_tap else 20_000 + 10_000 * (guest_port != COMMAND_PORT) + self.index
 
     @property
     def echo_url(self) -> str:
         """URL of the guest's echo service."""
-        return f"echo://{self.address}:{self.port(7)}"
+        return f"echo://{self.address}:{self.port(ECHO_PORT)}"
 
     @property
     def command_line(self) -> str:
-        """Kernel command line, with the static address that QEMU's user network expects."""
-        words = f"{KERNEL_WORDS} rekindle.ip=10.0.2.15/24 rekindle.gw=10.0.2.2 rekindle.tick=0"
+        """Kernel command line of the guest. QEMU's user network expects the address 10.0.2.15."""
+        address = f"{self.address}/24" if self.has_tap else "10.0.2.15/24 rekindle.gw=10.0.2.2"
+        words = f"{KERNEL_WORDS} rekindle.ip={address} rekindle.tick=0"
         return f"{words} rekindle.touch={self.touch}" if self.touch else words
 
     def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
@@ -82,9 +89,20 @@ class Domain(Guest):
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.name}: not ready within {deadline:g} s")
 
+    def _network(self) -> tuple[str, str]:
+        """Returns the network card as libvirt's XML, and what QEMU gets in addition to libvirt's own arguments."""
+        if self.has_tap:
+            card = f"<source bridge='{BRIDGE}'/><mac address='52:54:00:00:01:{self.index:02x}'/><model type='virtio'/>"
+            return f"<interface type='bridge'>{card}<driver name='qemu'/></interface>", ""
+        # libvirt's own cards of type `user` have no forwarded ports.
+        ports = ",".join(f"hostfwd=tcp:{self.address}:{self.port(port)}-:{port}" for port in (ECHO_PORT, COMMAND_PORT))
+        words = ("-netdev", f"user,id=net,{ports}", "-device", "virtio-net-pci,netdev=net,addr=0x10")
+        arguments = "".join(f"<qemu:arg value='{word}'/>" for word in words)
+        return "", f"<qemu:commandline>{arguments}</qemu:commandline>"
+
     def xml(self, qemu: str) -> str:
-        """Returns libvirt's description. libvirt's own network cards of type `user` have no forwarded ports."""
-        ports = ",".join(f"hostfwd=tcp:{self.address}:{self.port(port)}-:{port}" for port in (7, COMMAND_PORT))
+        """Returns libvirt's description."""
+        card, commandline = self._network()
         return f"""
 <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>{self.name}</name><memory unit='MiB'>{self.memory_mib}</memory><vcpu>1</vcpu>
@@ -97,12 +115,26 @@ class Domain(Guest):
     <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
     <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
     <memballoon model='virtio'/>
+    {card}
   </devices>
-  <qemu:commandline>
-    <qemu:arg value='-netdev'/><qemu:arg value='user,id=net,{ports}'/>
-    <qemu:arg value='-device'/><qemu:arg value='virtio-net-pci,netdev=net,addr=0x10'/>
-  </qemu:commandline>
+  {commandline}
 </domain>"""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a version of Rekindle can do with domains of libvirt."""
+
+    options: tuple[str, ...]
+    """Options without which it replaces none."""
+    taps: bool
+    """Whether it replaces domains with a tap."""
+
+    @classmethod
+    def of(cls, rekindle: Rekindle) -> Self:
+        """Reads the help of the command."""
+        text = run(rekindle.binary, "replace-qemu", "--help")
+        return cls(options=("--preview",) if "--preview" in text else (), taps="no tap" not in text)
 
 
 @dataclass
@@ -112,6 +144,7 @@ class LibvirtEnvironment(Environment):
     libvirt: PrivateLibvirt
     domains: Rekindle
     """Rekindle for the domains, which finds the private libvirt; `rekindle` is for VMs of Rekindle."""
+    abilities: Abilities
 
     def domain(self, name: str, memory_mib: int, index: int) -> Domain:
         """Returns a domain that touches all of its RAM. Its name is one that no other libvirt of the host has."""
@@ -124,6 +157,7 @@ class LibvirtEnvironment(Environment):
             netns=self.netns,
             ram_dir=self.ram_dir,
             disk_dir=self.disk_dir,
+            has_tap=self.abilities.taps,
         )
 
     @contextmanager
@@ -139,7 +173,7 @@ class LibvirtEnvironment(Environment):
 
     def replace(self, names: Sequence[str]) -> dict[str, Any]:
         """Replaces the QEMUs of domains by one command; returns its JSON."""
-        return self.domains.call("replace-qemu", *preview(self.domains), *names)
+        return self.domains.call("replace-qemu", *self.abilities.options, *names)
 
     def managedsave(self, name: str) -> dict[str, Any]:
         """Replaces the QEMU of a domain as libvirt's users do without Rekindle; there is no JSON."""
@@ -174,12 +208,6 @@ class LibvirtEnvironment(Environment):
             yield
         finally:
             self.domains.call("detach", name)
-
-
-def preview(rekindle: Rekindle) -> list[str]:
-    """Returns the option without which Rekindle replaces no domains of libvirt, if this version has it."""
-    help_text = run(rekindle.binary, "replace-qemu", "--help")
-    return ["--preview"] if "--preview" in help_text else []
 
 
 def timed(act: Callable[[], T]) -> tuple[T, int]:
@@ -242,16 +270,15 @@ def absences_us(attempts: Sequence[Attempt]) -> list[int]:
 
 
 def reported_away_us(document: dict[str, Any]) -> int | None:
-    """Returns how long libvirt's daemon was absent according to Rekindle's JSON; `None` if it does not report it."""
-    total, begun = 0, None
-    for vm in document["vms"]:
-        for step in vm.get("steps", []):
-            if step["step"] == STOP_STEP:
-                begun = step["start_host_us"]
-            elif step["step"] == RETURN_STEP and begun is not None:
-                total += step["start_host_us"] + step["us"] - begun
-                begun = None
-    return total or None
+    """Returns how long libvirt's daemon was absent by Rekindle's report; `None` if this version does not report it."""
+    return sum(document["daemon_absences_us"]) if "daemon_absences_us" in document else None
+
+
+def make_bridge(netns: str) -> None:
+    """Makes the bridge of the domains, in which this machine has the first address."""
+    run("ip", "-n", netns, "link", "add", BRIDGE, "type", "bridge")
+    run("ip", "-n", netns, "address", "add", f"{BRIDGE_NETWORK}.1/24", "dev", BRIDGE)
+    run("ip", "-n", netns, "link", "set", BRIDGE, "up")
 
 
 @contextmanager
@@ -259,9 +286,11 @@ def environment(setup: Setup) -> Iterator[LibvirtEnvironment]:
     """Sets up the environment: folders, a tmpfs for RAM of Rekindle's VMs, a network namespace, a private libvirt."""
     image = guests.build(setup.root, IMAGE)
     files = [image.folder / name for name in ("vmlinuz", "initrd")]
-    with (
-        setup.workspace() as space,
-        private_libvirt.started(space.namespaces[0], files, space.disk / "saves") as libvirt,
-    ):
+    with setup.workspace() as space:
         ours = Rekindle(setup.binary, space.work / "run")
-        yield setup.environment(LibvirtEnvironment, space, libvirt=libvirt, domains=libvirt.rekindle(ours, space.work))
+        make_bridge(space.namespaces[0])
+        with private_libvirt.started(space.namespaces[0], files, space.disk / "saves") as libvirt:
+            domains = libvirt.rekindle(ours, space.work)
+            yield setup.environment(
+                LibvirtEnvironment, space, libvirt=libvirt, domains=domains, abilities=Abilities.of(ours)
+            )
