@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from made_rows import write_rows
 
-from rekindle_bench.libvirt import analysis, cases, domains, rows
+from rekindle_bench.libvirt import analysis, cases, domains, plots, rows
 from rekindle_bench.libvirt.domains import Domain
 from rekindle_bench.libvirt.plan import FULL, QUICK, left_out
 from rekindle_bench.libvirt.private_libvirt import Attempt
@@ -122,6 +122,14 @@ def test_the_tables_have_every_way(tmp_path):
     assert (absences[FIRST]["n"], absences[AGAIN]["n"], absences[AGAIN]["away s"]) == (1, ROUNDS - 1, AWAY_S)
     pauses = {(line["guest"], line["how"]): line for line in analysis.pauses(frame)}
     assert pauses["512M", ATTACHED]["dirty MiB"] == 2 and pauses["2G", ATTACHED]["dirty MiB"] == 4
+
+
+def test_the_plot_is_drawn_if_there_are_replacements(tmp_path):
+    """Checkpoints alone have none."""
+    made = made_up()
+    assert plots.draw(write(tmp_path / "r.csv", made), tmp_path) == ["libvirt-stops.png"]
+    assert (tmp_path / "libvirt-stops.png").read_bytes().startswith(b"\x89PNG")
+    assert plots.draw(write(tmp_path / "s.csv", [row for row in made if row.case == "pause"]), tmp_path) == []
 
 
 def attempts(*ends_ms, failed=()):

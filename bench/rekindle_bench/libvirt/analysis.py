@@ -156,18 +156,28 @@ def _median_mib(rows: pd.DataFrame, column: str) -> float | None:
     return median_or_none([value / 2**20 for value in pick(rows, column)])
 
 
-def stops(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists medians of the steps of a replacement, in ms, each as far as the guest is stopped during it."""
-    lines: list[dict[str, object]] = []
+def stopped_steps_ms(frame: pd.DataFrame) -> dict[tuple[str, int, str], dict[str, list[float]]]:
+    """Returns the durations of the steps of a replacement, in ms, each as far as the guest is stopped during it.
+
+    By case, MiB of RAM and way, then by step.
+    """
+    steps_ms: dict[tuple[str, int, str], dict[str, list[float]]] = {}
     rows = frame[frame["case"].isin(("first", "again"))]
     for (case, mib, how), group in rows.groupby(["case", "memory_mib", "how"], sort=True):
-        durations_ms: dict[str, list[float]] = {}
+        durations_ms = steps_ms.setdefault((case, int(mib), how), {})
         for _, row in group.iterrows():
             for step in json.loads(row["steps"]):
                 begin_us, end_us = step["start_host_us"], step["start_host_us"] + step["us"]
                 stopped_us = min(end_us, row["resume_host_us"]) - max(begin_us, row["stop_host_us"])
                 if stopped_us > 0:
-                    durations_ms.setdefault(f"{step['step']} ms", []).append(stopped_us / 1e3)
-        medians = {column: median(values) for column, values in durations_ms.items()}
-        lines.append({"case": case, "guest": size(int(mib)), "how": how, "n": len(group), **medians})
-    return lines
+                    durations_ms.setdefault(step["step"], []).append(stopped_us / 1e3)
+    return steps_ms
+
+
+def stops(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists medians of the steps of a replacement, in ms, as far as the guest is stopped."""
+    return [
+        {"case": case, "guest": size(mib), "how": how}
+        | {f"{name} ms": median(values) for name, values in durations_ms.items()}
+        for (case, mib, how), durations_ms in stopped_steps_ms(frame).items()
+    ]

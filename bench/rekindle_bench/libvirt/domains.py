@@ -35,8 +35,8 @@ FIRST_REPLY_S = 2.0
 """Time limit of a first reply. A new connection is faster than a retransmission of QEMU's user network."""
 CLIENT = ("--timeout", "100ms")
 """Options of the client of a domain, which connects again when it has waited this long. A connection of QEMU's user
-network ends with its QEMU, without notice if that is stopped. One through a bridge outlives QEMU; but while the guest is
-away, TCP waits longer and longer before it repeats a packet."""
+network ends with its QEMU, without notice if that is stopped. One through a bridge outlives QEMU; but while the guest
+is away, TCP waits longer and longer before it repeats a packet."""
 CLIENT_EVERY = "2ms"
 ABSENCE_US = 100_000
 """A client of libvirt that waits longer than this for an answer finds libvirt absent: ten times its interval."""

@@ -2,7 +2,7 @@
 
 from rekindle_bench.topic import Topic
 
-from . import analysis, plan, rows
+from . import analysis, plan, plots, rows
 from .cases import CASES
 from .domains import IMAGE, environment
 
@@ -20,4 +20,5 @@ TOPIC = Topic(
         "Time in which libvirt does not answer": analysis.absences,
         "Pauses of checkpoints": analysis.pauses,
     },
+    plots=plots.draw,
 )
