@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
+from rekindle_bench import cluster, faults, host, libvirt, move, protect, restore, vmm, warm_cache
 from rekindle_bench import os as os_reboot
 from rekindle_bench.case import Trial
 from rekindle_bench.protect.plan import Pause, Units
@@ -101,6 +101,15 @@ PLANS: dict[str, Any] = {
         rate_checkpoints=1,
         commits=1,
         compared_checkpoints=10,
+    ),
+    "libvirt": libvirt.Plan(
+        firsts={128: 1},
+        agains={128: 1},
+        saves={128: 1},
+        away_domains=2,
+        away_rounds=1,
+        away_mib=128,
+        pauses={128: libvirt.Checkpoints(rounds=1, checkpoints=1)},
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
     "move": move.Plan(filled_by_mib={192: "96M"}, loads_mb_per_s=(5,), rounds=1),

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def machine_versions() -> dict[str, str]:
     model_name = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     cpu = model_name[1].strip() if model_name else platform.machine()
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])  # its first line is MemTotal
-    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
+    cores = _output("nproc")
     return {
         "linux": platform.release(),
         "cpu": f"{cores} x {cpu}",
@@ -42,13 +43,17 @@ def machine_versions() -> dict[str, str]:
         "scipy": scipy.__version__,
         "pandas": pandas.__version__,
         "matplotlib": matplotlib.__version__,
+        **({"libvirt": _output("virsh", "--version")} if shutil.which("virsh") else {}),
     }
 
 
 def qemu_version(binary: str) -> str:
     """Returns the first line of a QEMU's `--version`."""
-    completed = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    return completed.stdout.splitlines()[0]
+    return _output(binary, "--version").splitlines()[0]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def interrupt_on_signals(name: str) -> None:

@@ -1,0 +1,240 @@
+"""Topic `libvirt` with invented rows: figures and tables; a client's view of libvirt; domains.
+
+A domain is a guest of libvirt. Its QEMU is replaced for the `first` time, or `again`; `own` is a VM of Rekindle's,
+`managedsave` libvirt's own way. In case `pause` a domain is `attached`, or replaced and then attached.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import pytest
+from made_rows import write_rows
+
+from rekindle_bench.libvirt import analysis, cases, domains, plots, rows
+from rekindle_bench.libvirt.domains import Domain
+from rekindle_bench.libvirt.plan import FULL, QUICK, left_out
+from rekindle_bench.libvirt.private_libvirt import Attempt
+from rekindle_bench.libvirt.rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, Row
+from rekindle_lab.guests import Image
+from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
+
+START_US = 1_800_000_000_000_000
+# Guest-stopped times in ms.
+FIRST_MS, AGAIN_MS, OWN_MS = 16.0, 11.0, 10.0
+GAP_MS, SAVE_GAP_MS = 300.0, 12_000.0
+# Pauses in ms.
+ATTACHED_MS, REPLACED_MS, PAUSE_MS = 6.0, 4.2, 4.0
+AWAY_S, LONGEST_S, REPORTED_S = 2.5, 0.5, 2.2
+DOMAINS = 10
+ROUNDS = 5
+
+write = partial(write_rows, rows)
+
+
+def replaced(case, how, number, stopped_ms, *, mib=2048, **more):
+    """Returns a replacement; round n takes n us longer than round 0. The second half of the stop is the step `load`."""
+    stopped_us = int(stopped_ms * 1000) + number
+    half_us = stopped_us // 2
+    steps = [
+        {"step": "copy memory", "start_host_us": START_US - 900_000, "us": 900_000},
+        {"step": "load", "start_host_us": START_US + half_us, "us": stopped_us - half_us},
+        # It starts before the guest runs again: 0.1 ms of it belong to the stop.
+        {"step": "give back", "start_host_us": START_US + stopped_us - 100, "us": 500_000},
+    ]
+    times = {"stopped_us": stopped_us, "stop_host_us": START_US, "resume_host_us": START_US + stopped_us}
+    columns = {"guests": 1, "vm": "a", **times, "steps": steps, **more}
+    return Row(case=case, how=how, memory_mib=mib, round=number, **columns)
+
+
+def made_up(away_s=AWAY_S):
+    made = []
+    for number in range(ROUNDS):
+        made.append(replaced("first", FIRST, number, FIRST_MS))
+        made.append(replaced("first", FIRST, number, 99.0, mib=8192))
+        made.append(replaced("again", AGAIN, number, AGAIN_MS))
+        made.append(replaced("again", OWN, number, OWN_MS))
+        made.append(replaced("managedsave", FIRST, number, 98.0, gap_us=int(GAP_MS * 1000)))
+        save = {"case": "managedsave", "how": MANAGEDSAVE, "memory_mib": 2048, "guests": 1, "vm": "a"}
+        made.append(Row(**save, round=number, gap_us=int(SAVE_GAP_MS * 1000)))
+        for vm in range(DOMAINS):
+            away = {
+                "away_us": int(away_s * 1e6),
+                "longest_away_us": int(LONGEST_S * 1e6),
+                "absences": DOMAINS,
+                "reported_away_us": int(REPORTED_S * 1e6),
+            }
+            how = AGAIN if number else FIRST
+            made.append(replaced("away", how, number, 97.0, mib=256, **{**away, "guests": DOMAINS, "vm": f"d{vm}"}))
+        for how, ms in ((ATTACHED, ATTACHED_MS), (OWN, PAUSE_MS), (REPLACED, REPLACED_MS)):
+            made.append(replaced("pause", how, number, ms, mib=512, dirty_bytes=2**21))
+            made.append(replaced("pause", how, number, 10 * ms, mib=2048, dirty_bytes=2**22))
+    # The domain of case `again` is replaced for the first time before the turns.
+    return [*made, replaced("again", FIRST, 0, 96.0)]
+
+
+def figures_of(tmp_path, made):
+    findings = analysis.figures(write(tmp_path / "libvirt-raw.csv", made), "libvirt-raw.csv")
+    return {figure.id: figure for figure in findings.figures}, findings.absent
+
+
+def test_known_rows_give_known_figures(tmp_path):
+    """Each figure has the rows of its own case, size and way alone. The median of round n's n us is 2 us."""
+    figures, absent = figures_of(tmp_path, made_up())
+    assert absent == []
+    stopped = figures["libvirt_replace_stopped"].as_json()
+    assert (stopped["value"], stopped["unit"], stopped["n"], stopped["met"]) == (FIRST_MS + 0.002, "ms", ROUNDS, True)
+    again = figures["libvirt_replace_again"].as_json()
+    assert again["ratio_of"] == {"ours": AGAIN_MS + 0.002, "peer": OWN_MS + 0.002} and again["met"]
+    assert "verdict" not in again  # both are Rekindle's
+    save = figures["libvirt_vs_managedsave"].as_json()
+    assert save["ratio_of"] == {"ours": GAP_MS, "peer": SAVE_GAP_MS} and save["met"]
+    away = figures["libvirt_daemon_away"].as_json()
+    assert (away["value"], away["n"], away["unit"]) == (AWAY_S, ROUNDS, "s")  # one for each command, not each domain
+    extra = {"domains": DOMAINS, "absences": DOMAINS, "longest_absence_s": LONGEST_S, "reported_s": REPORTED_S}
+    assert away | extra == away
+    pauses = [figures[name] for name in ("libvirt_pause", "libvirt_pause_replaced")]
+    assert [figure.value for figure in pauses] == pytest.approx([1.5, 1.05], rel=1e-3)
+    assert pauses[1].met and not figures_of(tmp_path, made_up(away_s=3.1))[0]["libvirt_daemon_away"].met
+
+
+def test_figures_without_rows_are_reported(tmp_path):
+    """A run of one case has the figures of that case."""
+    figures, absent = figures_of(tmp_path, [row for row in made_up() if row.case == "first"])
+    assert set(figures) == {"libvirt_replace_stopped"}
+    text = "\n".join(absent)
+    for name in ("replace_again", "vs_managedsave", "daemon_away", "pause", "pause_replaced"):
+        assert f"figure libvirt_{name}: no rows" in text
+
+
+def test_the_tables_have_every_way(tmp_path):
+    """Medians by case, size and way; the steps of the pause alone; one line for the commands of each kind."""
+    frame = write(tmp_path / "r.csv", made_up())
+    summary = {(line["case"], line["guests"], line["how"]): line for line in analysis.summary(frame)}
+    assert summary["managedsave", "2G", MANAGEDSAVE]["stopped ms"] is None
+    assert summary["managedsave", "2G", MANAGEDSAVE]["gap ms"] == SAVE_GAP_MS
+    assert summary["away", "10 x 256M", AGAIN]["n"] == DOMAINS * (ROUNDS - 1)
+    stops = {(line["case"], line["guest"], line["how"]): line for line in analysis.stops(frame)}
+    assert stops["again", "2G", OWN]["load ms"] == pytest.approx(OWN_MS / 2, rel=1e-3)
+    assert stops["again", "2G", OWN]["give back ms"] == pytest.approx(0.1)
+    assert not any("copy memory ms" in line for line in stops.values())
+    absences = {line["how"]: line for line in analysis.absences(frame)}
+    assert (absences[FIRST]["n"], absences[AGAIN]["n"], absences[AGAIN]["away s"]) == (1, ROUNDS - 1, AWAY_S)
+    pauses = {(line["guest"], line["how"]): line for line in analysis.pauses(frame)}
+    assert pauses["512M", ATTACHED]["dirty MiB"] == 2 and pauses["2G", ATTACHED]["dirty MiB"] == 4
+
+
+def test_the_plot_is_drawn_if_there_are_replacements(tmp_path):
+    """Checkpoints alone have none."""
+    made = made_up()
+    assert plots.draw(write(tmp_path / "r.csv", made), tmp_path) == ["libvirt-stops.png"]
+    assert (tmp_path / "libvirt-stops.png").read_bytes().startswith(b"\x89PNG")
+    assert plots.draw(write(tmp_path / "s.csv", [row for row in made if row.case == "pause"]), tmp_path) == []
+
+
+def attempts(*ends_ms, failed=()):
+    """Returns attempts of 1 ms that end at these times."""
+    return [Attempt(end * 1000 - 1000, end * 1000, end not in failed) for end in ends_ms]
+
+
+def test_an_absence_is_from_one_answer_to_the_next():
+    """Attempts fail, or one is answered late, as by a socket that systemd keeps open."""
+    assert domains.absences_us(attempts(10, 20, 30, 50)) == []
+    # 40 and 50 fail: from the answer at 30 to the one at 60.
+    assert domains.absences_us(attempts(10, 20, 30, 40, 50, 60, 70, failed=(40, 50))) == [30_000]
+    # Two absences: a late answer, and a failure.
+    assert domains.absences_us(attempts(10, 500, 510, 520, 530, failed=(520,))) == [490_000, 20_000]
+    # Before the first answer and after the last one nothing is known.
+    assert domains.absences_us(attempts(10, 20, 30, 40, failed=(10, 40))) == []
+    assert domains.absences_us([]) == []
+
+
+def test_the_reported_absence_is_the_sum_of_all():
+    """The daemon can be absent more than once. A version of Rekindle may not report it."""
+    assert domains.reported_away_us({"vms": [], "daemon_absences_us": [700, 300]}) == 1000
+    assert domains.reported_away_us({"vms": []}) is None
+
+
+def make_domain(folder, has_tap):
+    image = Image("micro", folder)
+    folders = {"ram_dir": folder, "disk_dir": folder}
+    return Domain("db", image=image, memory_mib=2048, index=3, touch="all", netns="n", has_tap=has_tap, **folders)
+
+
+@pytest.fixture
+def domain(tmp_path):
+    return make_domain(tmp_path, has_tap=False)
+
+
+def test_a_domain_is_unprepared_and_its_ports_are_forwarded(domain):
+    """libvirt chooses where its RAM is; the client and the commands use two ports of the loopback."""
+    description = ET.fromstring(domain.xml("/usr/bin/qemu"))
+    assert description.findtext("name") == "db" and description.findtext("memory") == "2048"
+    assert description.findtext("devices/emulator") == "/usr/bin/qemu" and description.find("memoryBacking") is None
+    assert "rekindle.touch=all" in description.findtext("os/cmdline")
+    arguments = [element.get("value") for element in description.findall("{*}commandline/{*}arg")]
+    forwarded = dict(re.findall(r"hostfwd=tcp:127\.0\.0\.1:(\d+)-:(\d+)", arguments[1]))
+    assert forwarded == {str(domain.port(7)): "7", str(domain.port(7000)): "7000"} and len(forwarded) == 2
+    assert domain.echo_url == f"echo://127.0.0.1:{domain.port(7)}"
+
+
+def test_a_domain_with_a_tap_is_reached_through_the_bridge(tmp_path):
+    """It has the guest's own ports, and nothing but libvirt's own arguments."""
+    domain = make_domain(tmp_path, has_tap=True)
+    description = ET.fromstring(domain.xml("/usr/bin/qemu"))
+    assert description.find("{*}commandline") is None
+    assert description.find("devices/interface/source").get("bridge") == domains.BRIDGE
+    assert f"rekindle.ip={domain.address}/24" in description.findtext("os/cmdline")
+    assert domain.address.startswith(f"{domains.BRIDGE_NETWORK}.") and domain.echo_url == f"echo://{domain.address}:7"
+    assert not domain.address.endswith(".1")  # this machine's
+
+
+def vm_json(name, outcome="done"):
+    version = {"version": {"major": 10, "minor": 0}}
+    times = {"stopped_us": 9000, "stop_host_us": START_US, "resume_host_us": START_US + 9000}
+    return {"name": name, "outcome": outcome, **times, "from": version, "to": version, "steps": [{"step": "load"}]}
+
+
+def test_a_replacement_that_failed_is_an_error(domain):
+    """Its report has no times to record."""
+    row = cases.row_of("first", FIRST, domain, 0)
+    domains.replaced(row, {"vms": [vm_json("db")]})
+    assert (row.stopped_us, row.from_version, row.steps) == (9000, "10.0", [{"step": "load"}])
+    with pytest.raises(RekindleError, match="reboot of db: failed"):
+        domains.replaced(row, {"vms": [vm_json("db", "failed")]})
+
+
+def test_the_gap_is_the_one_around_the_stop(domain):
+    """libvirt's own way reports no stop: its gap is the longest one."""
+    gaps = [
+        {"start_unix_ns": (START_US - 50) * 1000, "length_us": 120_000},
+        {"start_unix_ns": (START_US + 5_000_000) * 1000, "length_us": 400_000},
+    ]
+    probe = Probe({"gaps": gaps, "longest_gap_us": 400_000, "answered": 5, "failed": {"timeout": 2}})
+    row = cases.row_of("managedsave", FIRST, domain, 0)
+    domains.fill_gap(row, probe, vm_json("db"))
+    assert (row.gap_us, row.gap_start_host_us, row.answered, row.failed) == (120_000, START_US - 50, 5, 2)
+    domains.fill_gap(row, probe, {})
+    assert row.gap_us == 400_000
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "taps"),
+    [("--preview  Required. Needs: root; no tap", ("--preview",), False), ("--qemu PATH. Needs: root", (), True)],
+)
+def test_the_help_shows_what_a_version_can_do(tmp_path, text, options, taps):
+    """An option is used where there is one, a tap where it is possible."""
+    binary = tmp_path / "rekindle"
+    binary.write_text(f'#!/bin/sh\n[ "$*" = "replace-qemu --help" ] && echo "{text}"\n')
+    binary.chmod(0o755)
+    assert domains.Abilities.of(Rekindle(binary, tmp_path)) == domains.Abilities(options, taps)
+
+
+def test_omissions_of_a_quick_run_are_listed():
+    """The full plan omits nothing."""
+    assert left_out(FULL) == []
+    text = "\n".join(left_out(QUICK))
+    assert "first replacements, 8G: all of it" in text
+    assert f"first replacements, 2G: {QUICK.firsts[2048]} of {FULL.firsts[2048]}" in text
+    assert f"10 domains in one command: {QUICK.away_rounds} of {FULL.away_rounds}" in text
+    assert FULL.firsts[2048] >= 20  # the figure requires as many
