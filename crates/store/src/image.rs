@@ -1,15 +1,23 @@
 //! Reads a checkpoint of a store in a directory.
 //!
-//! Terms (`docs/store-format.md`): a *block* is one of the guest's RAM blocks. Pages are stored in *segments*, which
-//! are files. A segment is a sequence of *frames*: up to 1024 pages each, after a *directory* that lists them. A *log
-//! entry* commits a checkpoint. Its *manifest* lists all valid checkpoints and segments; the *extent* of a segment is
-//! its name and the number of bytes that count. A checkpoint's *table* lists its RAM blocks.
+//! **Problem.** A page can be in any segment that the store has, and the owner of the store may compact it at any time:
+//! it moves pages to new segments and removes the old ones. So a missing file may only mean that what was read before
+//! is outdated. Then the manifest is read and the index is built again (`LocalImage::open`,
+//! `LocalImage::with_index`).
 //!
-//! The `Index` gives the location and digest of each page. It is built from the directories of all segments, or from
-//! a *base index*, which is a file with the index as of an older checkpoint, and the directories written since.
+//! **Terms** (`docs/store-format.md`):
 //!
-//! The owner of the store may compact it meanwhile: it moves pages to new segments and removes the old ones. So a
-//! missing file may only mean that the manifest or the index is outdated. Then both are read again.
+//! | term | what it is |
+//! |---|---|
+//! | block | one of the guest's RAM blocks |
+//! | segment | file with pages: a sequence of frames |
+//! | frame | up to 1024 pages, after a *directory* that lists them |
+//! | log entry | commits a checkpoint |
+//! | manifest | part of a log entry: all valid checkpoints, and the segments with their extents |
+//! | extent | name of a segment, and how many of its bytes count |
+//! | table | part of a log entry: the RAM blocks of the checkpoint |
+//! | index | location and digest of each page, built from the directories of all segments |
+//! | base index | file with the index as of an older checkpoint; only the directories since then must be read, too |
 
 use crate::checkpoints::{SelectedCheckpoint, describe, read_table};
 use crate::directory::StoreDirectory;

@@ -1,4 +1,4 @@
-//! Parses a request in a guest's memory of these bytes.
+//! Parses the request at descriptor 0 of a guest whose memory is the fuzzer's bytes.
 
 #![no_main]
 

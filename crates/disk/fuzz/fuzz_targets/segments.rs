@@ -1,4 +1,4 @@
-//! Reads the entries of a redo log segment of these bytes.
+//! Reads the entries of a redo log segment whose content is the fuzzer's bytes.
 
 #![no_main]
 

@@ -1,7 +1,20 @@
 //! The names of segments, and their content byte by byte (`docs/disk-epochs.md`, Files).
 //!
-//! A *segment* is the file with the writes of one *epoch*, which is the time between two checkpoints. It is a head,
-//! then *entries*: a header and the data of one write.
+//! A *segment* is the file with the writes of one *epoch*, which is the time between two checkpoints. It consists of
+//! a head, *entries* (a header and the data of one write), and after them a *seal record*. To *seal* an epoch is to
+//! make all of its writes durable before the checkpoint at its end is committed; the seal record lists the entries
+//! that the epoch consists of, so that a lost or damaged one is detected.
+//!
+//! Each of the three starts on a multiple of 4096 bytes and has one page of fields, in this order, little-endian:
+//!
+//! | page | fields (bytes) | after the page |
+//! |---|---|---|
+//! | head | magic (8), version (4), epoch (8), disk's UUID (16), nonce (16), checksum (16) | the first entry |
+//! | header of an entry | magic (8), nonce (16), own offset (8), sequence (8), offset on the disk (8), bytes (8), kind (8), checksum of the data (16), checksum (16) | the data, padded to a page; nothing if the write is of zeros |
+//! | header of a seal record | magic (8), nonce (16), own offset (8), number of entries (8), checksum of the list (16), checksum (16) | the list: the offset (8) of each entry, padded to a page |
+//!
+//! The last field is the XXH3-128 checksum of all fields before it; the rest of the page is zero. *Own offset* is
+//! where the page is in the segment: together with the nonce it shows that a page was written here and for this segment.
 
 use crate::block::SECTOR;
 use uuid::Uuid;

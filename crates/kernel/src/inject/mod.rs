@@ -1,34 +1,35 @@
 //! System calls that another process makes on our behalf.
 //!
-//! Some operations are possible only inside the process itself: replacing one of its descriptors, opening a userfaultfd
-//! for its memory, closing a descriptor. [`Injector`] stops one thread of the process with ptrace for 50 to 100 µs,
-//! makes it execute the calls through a `syscall; ret` of its C library, and resumes it at the instruction where it
-//! stopped.
+//! **Problem.** Some operations are possible only inside the process itself: replacing one of its descriptors, opening a
+//! userfaultfd for its memory, closing a descriptor. [`Injector`] stops one thread of the process with ptrace for 50 to
+//! 100 µs, makes it execute the calls through a `syscall; ret` of its C library, and resumes it at the instruction where
+//! it stopped.
 //!
-//! The process can notice only the time that this takes:
+//! **Promise.** The process can notice only the time that this takes. Threads in these states need care:
 //!
-//! - **Signals** that arrive meanwhile are delivered, each exactly once, with the thread's own registers. A signal that
-//!   arrives before a call is delivered first, and the call is tried again. A signal that arrives during the call waits
-//!   until after it.
-//! - **System calls that were interrupted** are restarted by the kernel. A call with a time-out restarts with the time
-//!   that remains (`restart_block` is unchanged, since an injected call never waits). A few calls are not restarted by
-//!   Linux (`epoll_wait`, `semop`, ...: signal(7)). For these, `EINTR` is replaced by `ERESTARTNOHAND`, with which the
-//!   kernel restarts the call unless a signal handler runs. Only their time-outs start again from the beginning;
-//!   threads in such calls are chosen last.
-//! - **Job control**: a thread that is stopped by `SIGSTOP` makes the call and is stopped again.
-//! - **seccomp**: a filter may kill the process for a call that it does not permit. The filter is suspended for
-//!   injected calls where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`). Otherwise only calls that every
-//!   process makes are injected.
-//! - **Restartable sequences** (rseq): a thread inside a sequence is resumed and stopped again shortly afterwards.
+//! | state of the thread | what happens |
+//! |---|---|
+//! | a signal arrives before the call | it is delivered with the thread's own registers, and the call is tried again |
+//! | a signal arrives during the call | it is delivered once, after the call, with the thread's own registers |
+//! | in a system call | the kernel restarts it. A time-out continues with the time that remains: `restart_block` is unchanged, since an injected call never waits |
+//! | in a call that Linux does not restart (`epoll_wait`, `semop`, ...: signal(7)) | its `EINTR` is replaced by `ERESTARTNOHAND`, with which the kernel restarts it unless a signal handler runs. Its time-out starts again, so such a thread is chosen last |
+//! | stopped by `SIGSTOP` | it makes the call and is stopped again |
+//! | with a seccomp filter, which may kill it for the call | the filter is suspended where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`); otherwise only calls that every process makes are injected |
+//! | inside a restartable sequence (rseq) | it is resumed and stopped again shortly afterwards |
+//! | its stack has no room for a signal frame (3 KiB; with AMX 12 KiB) | it is not chosen |
+//!
+//! Processes with shadow stacks and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
 //!
 //! Every step is verified. At entry to and exit from a call, the kernel is queried for the call and the instruction at
 //! which the thread has stopped. Every wait has a deadline. On any doubt the thread's own registers are restored, the
 //! thread is released, and the call is reported as not done. One wait can exceed its deadline: a thread inside the
 //! kernel that cannot be interrupted, since its registers cannot be restored at that point.
 //!
-//! If the tracing process is killed, the kernel detaches and the thread continues with the registers that it has. If
-//! they are those of an injected call, the thread makes the call, and then restores its own registers from a signal
-//! frame on its stack (`frame.rs`): it continues as after a signal handler. Compared with a tracer that lives:
+//! # If the tracing process is killed
+//!
+//! The kernel detaches, and the thread continues with the registers that it has. If they are those of an injected call,
+//! the thread makes the call, and then restores its own registers from a signal frame on its stack (`frame.rs`): it
+//! continues as after a signal handler. What the process can notice in addition:
 //!
 //! - An interrupted call is made again from the beginning, with its whole time-out. If it had been interrupted before,
 //!   only the kernel knows which call it was: it returns `EINTR`.
@@ -37,9 +38,6 @@
 //!   own filter (`-sandbox`) denies none of the calls that we inject.
 //! - A tracer that dies between the stop of a thread and its first request to it leaves the `EINTR` of the calls that
 //!   Linux does not restart, as after `SIGSTOP` and `SIGCONT`.
-//!
-//! Threads whose stacks have no room for the frame (3 KiB; with AMX 12 KiB) are not chosen. Processes with shadow
-//! stacks and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
 
 mod error;
 mod frame;

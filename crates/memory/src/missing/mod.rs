@@ -1,28 +1,22 @@
 //! Loads the RAM of a guest while it runs (HydraVM's slim restore, "pages on demand").
 //!
-//! QEMU starts with empty RAM, and some of its RAM blocks are registered for missing pages. A guest thread that
-//! touches a missing page blocks until [`Pager::run`] has fetched the page from a [`PageSource`]. All other pages are
-//! filled in the background, in an order that the caller chooses.
+//! **Problem.** A restored guest must not wait until all of its memory is loaded. So QEMU starts with empty RAM, whose
+//! pages are *missing*: some of its RAM blocks are registered with a userfaultfd, and a thread that touches a missing
+//! page blocks. [`Pager::run`] fetches that page from a [`PageSource`], and fills all others in the background, in an
+//! order that the caller chooses.
 //!
-//! **If the pager dies**, QEMU still has its own descriptor, so access to a missing page blocks and does not read
-//! zeros. [`Pager::take_over`] starts the next pager. It finds the present pages in the memory itself. It wakes blocked
-//! threads once, so that they fault again: a fault that the dead pager had read is not reported twice.
+//! **Promise.** A missing page is never replaced with zeros: the thread waits. What can happen meanwhile:
 //!
-//! **Memory that the guest gives back** (balloon) is immediately removed from the registration. From then on it reads
-//! as zero, also after another pager took over, and no old content is put into it. (QEMU punches a hole into a shared
-//! file before it reports the removal. A page that is filled in between stays: a guest that gives a page back does not
-//! need its content.)
+//! | event | what the guest sees | how |
+//! |---|---|---|
+//! | the source fails | the thread waits while [`PageSource::retry`] returns a delay | when it returns `None`, [`Pager::run`] ends with an error, everything stays registered, and the thread waits for the next pager |
+//! | the pager dies | the thread waits | QEMU has a descriptor of its own, which keeps the registration; [`Pager::take_over`] starts the next pager, which finds the present pages in the memory, and wakes blocked threads once: they fault again, since a fault that the dead pager has read is not reported twice |
+//! | the guest gives memory back (balloon) | zeros, also with the next pager | the memory is removed from the registration immediately, and no old content is put into it |
+//! | the guest writes during the fill | nothing | pages are filled write-protected (Linux 6.7), so "mapped and not protected" means "written since": [`crate::tracker::Filling`] reads that record, and [`Completion`] determines when it ends |
+//! | all pages are present | nothing | the memory is unregistered first, and QEMU's descriptor is closed afterwards: in the other order the kernel would turn missing pages into zeros |
 //!
-//! **A missing page is never replaced with zeros.** A thread that reads it blocks while [`PageSource::retry`] returns a
-//! delay. When `retry` returns `None`, [`Pager::run`] ends with an error, everything stays registered, and the thread
-//! waits for the next pager.
-//!
-//! **Writes during the fill** are recorded where the kernel can do so (Linux 6.7): pages are filled write-protected, so
-//! "mapped and not protected" means "written since". [`crate::tracker::Filling`] reads that record; [`Completion`]
-//! determines when the record ends.
-//!
-//! When all pages are present, the memory is unregistered first, and QEMU's descriptor is closed afterwards. In the
-//! other order the kernel would turn missing pages into zeros.
+//! QEMU punches a hole into a shared file before it reports that memory was given back. A page that is filled in between
+//! stays: a guest that gives a page back does not need its content.
 
 mod paged;
 mod pager;

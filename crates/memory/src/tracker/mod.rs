@@ -1,40 +1,43 @@
-//! Finding the pages of a guest's RAM that were written.
+//! Finding the pages of a guest's RAM that were written, for the next checkpoint or the last copy of a hand-over.
 //!
-//! The kernel keeps the record: a page that Rekindle's userfaultfd does not write-protect was written since it was
-//! protected. There are two kinds of protection:
+//! The kernel keeps the record. A tracker protects all pages; the first write to a page removes its protection; so the
+//! pages without protection were written. [`Tracker::collect`] returns them and protects them again.
 //!
-//! - [`Asynchronous`]: the kernel itself removes the protection at the first write, which takes about 1 µs. No process
-//!   of Rekindle is needed, so the descriptor may stay in QEMU when the tracker ends, and the kernel continues to
-//!   record.
-//! - [`Synchronous`]: the writer blocks, for 10 µs or more, until the tracker has copied the page (HydraVM, section on
-//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor. The record of
-//!   writes is the same for both kinds, so the synchronous tracker also tracks for the next checkpoint. Only the
-//!   tracker has its descriptor: if the tracker dies, the kernel lets all writers continue.
+//! | tracker | for | what removes the protection | cost of a first write | when the tracker ends or dies |
+//! |---|---|---|---|---|
+//! | [`Asynchronous`] | most RAM | the kernel | 1 µs | the kernel continues to record: its userfaultfd may stay in QEMU |
+//! | [`Synchronous`] | copy-on-write (HydraVM): a checkpoint whose pages are copied after the pause | the tracker, when it has copied the page | 10 µs or more | all writers continue, and the record is lost: only the tracker has the userfaultfd |
+//! | [`Filling`] | RAM that a pager still fills after a restore | the kernel: it is the pager's protection | 1 µs | the kernel continues to record, also when the pager dies |
+//! | [`SoftDirty`] | RAM in DAX files, for checks that fail safely | nothing is protected: the kernel sets a bit | | nothing stays in QEMU |
 //!
-//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX file
-//! does not replace that marker, and the kernel repeats the fault endlessly (Linux 6.12): the guest's virtual processor
-//! hangs. So RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
+//! A range of memory belongs to one userfaultfd, and each userfaultfd has one kind of protection. So only one tracker
+//! can have a range at a time.
 //!
-//! **Stopped guests.** A page that was pinned for a disk read before it was protected is written without a fault. So
-//! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not. [`Asynchronous::attach_running`] and
-//! [`Asynchronous::collect_running`] do not either, but their pages can be copied only after a drain
-//! ([`UndrainedDirty`]).
+//! What can go wrong, and what follows for the API:
 //!
-//! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For
-//! shared memory the kernel keeps the protection when a page is punched out of the file, so the page does not count as
-//! written. Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`], unless
-//! [`GuestRam::never_shrinking`]. (hugetlbfs does not report holes. On it, unmapped pages count as written each time,
-//! unless their number proves that all of them are holes.)
+//! - **A disk read in flight.** A page that was pinned for the read before it was protected is written without a fault.
+//!   So `collect` and `adjust` take a [`Stopped`]: when QEMU stops a guest, it *drains* it, that is, it waits for the
+//!   disk I/O in flight. [`Tracker::peek`] protects nothing and works while the guest runs. So do
+//!   [`Asynchronous::attach_running`] and [`Asynchronous::collect_running`], but their [`UndrainedDirty`] must be
+//!   drained before its pages can be copied.
+//! - **DAX.** Where a file has no page yet, write protection is a marker in the page table. A fault on a DAX file does
+//!   not replace the marker, and the kernel repeats the fault endlessly (Linux 6.12): the guest's virtual processor
+//!   hangs. Soft-dirty bits need no marker.
+//! - **Memory that the guest gives back** (balloon, free page reporting). See the next section.
+//! - **Added and removed blocks.** Trackers do not detect them: call [`GuestRam::changes`] at each stop, and
+//!   [`Tracker::adjust`].
 //!
-//! One case is missed: a page of shared memory that was given back and then only *read*, or whose first write had just
+//! # Memory given back
+//!
+//! | RAM | a page that was given back | consequence |
+//! |---|---|---|
+//! | private | loses its protection | counts as written |
+//! | shared file | keeps its protection, although it is a hole of the file now | the file's holes are looked up, and listed in [`Dirty::zero`], unless [`GuestRam::never_shrinking`] |
+//! | hugetlbfs, which does not report holes | as in a shared file | unmapped pages count as written each time, unless their number proves that all of them are holes |
+//!
+//! One case is missed: a page of a shared file that was given back and then only *read*, or whose first write had just
 //! started when the guest was stopped. Such a page is zero, but counts as unchanged. That is correct for the guest:
 //! when it gives a page back, it states that it does not need the content, and that it may find the content unchanged.
-//!
-//! **Memory that is being filled** after a restore is registered with the pager's descriptor: [`Filling`] reads the
-//! pager's record.
-//!
-//! **Added and removed blocks** are not detected by trackers: call [`GuestRam::changes`] at each stop, and
-//! [`Tracker::adjust`].
 
 mod asynchronous;
 mod filling;

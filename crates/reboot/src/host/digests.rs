@@ -8,6 +8,10 @@
 //! Everything is digested with the guest stopped if neither can be used: the kernel has no support, a disk server
 //! writes through a mapping of its own, or `rekindle protect` tracks writes already. A written page that is
 //! nevertheless missed has a wrong digest, and its guest counts as lost: an error on the safe side.
+//!
+//! To read the record of writes, a running guest is stopped for milliseconds. While it is stopped, a file, the *paused
+//! mark*, exists: if this process dies meanwhile, `rekindle recover` finds the file and resumes the guest. An owner's
+//! pause has no such file, and stays.
 
 use crate::error::RebootError;
 use rekindle_kernel::inject::Injector;
@@ -62,8 +66,7 @@ impl EarlyDigests {
     /// Digests the RAM of a running guest, which is stopped a few times for milliseconds each. The caller holds the
     /// guest's run state.
     ///
-    /// `paused_mark`: as for [`with_guest_stopped`]. Returns `None` if writes to this guest's RAM cannot be tracked.
-    /// The
+    /// `paused_mark`: as for [`with_guest_stopped`]. Returns `None` if writes to this guest's RAM cannot be tracked. The
     /// guest is then unchanged.
     ///
     /// # Errors

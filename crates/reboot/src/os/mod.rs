@@ -144,8 +144,7 @@ enum CacheUse {
 }
 
 /// Ends the guest and boots it, with a warm or a cold cache. If `find_problem` returns a problem for the locked VM,
-/// fails
-/// and changes nothing.
+/// fails and changes nothing.
 fn shut_down_and_boot(
     host: &Host,
     name: &str,

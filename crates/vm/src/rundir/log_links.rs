@@ -1,9 +1,13 @@
 //! Links from a run directory to the VM's logs, which are in another directory and outlive it.
 //!
 //! ```text
-//! /run/rekindle/NAME/logs  ->  /var/log/rekindle/NAME/
-//! /run/rekindle/NAME/console.log  ->  logs/console.log         (and so on for each log)
-//!                                     logs/console.log.1, .2   older parts
+//! /run/rekindle/NAME/
+//!   logs            ->  /var/log/rekindle/NAME/    directory of all logs
+//!   console.log     ->  logs/console.log           and so on for each log that is not a QEMU's
+//!   vmm-3/qemu.log  ->  ../logs/qemu-3.log         log of the third QEMU
+//!
+//! /var/log/rekindle/NAME/
+//!   console.log, console.log.1, console.log.2      newest part, older parts
 //! ```
 
 use super::RunDir;
