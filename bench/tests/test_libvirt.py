@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 from functools import partial
 
 import pytest
-from made_rows import write_rows
+from row_files import write_rows
 
 from rekindle_bench.libvirt import analysis, cases, domains, plots, rows
 from rekindle_bench.libvirt.domains import Domain

@@ -159,7 +159,8 @@ struct HandedOver {
 
 /// Moves the guest of one domain to its destination, and gives the domain back to libvirt.
 fn transfer(prepared: Prepared, gate: &ProcessorGate) -> Placed {
-    let Prepared { position, lock, mut handover, baseline, mut destination, mut taps, ram_files, places, .. } = prepared;
+    let Prepared { position, lock, mut handover, baseline, mut destination, mut taps, ram_files, places, .. } =
+        prepared;
     let name = handover.name().to_owned();
     handover.recorder.step("stop libvirt's daemon");
     let transferred = gate.pass(|| {
