@@ -1,4 +1,4 @@
-//! The transfer of the guest's taps from the source to the destination, without the loss of a frame.
+//! The transfer of the guest's taps from the source to the destination.
 //!
 //! The source uses its taps until its guest is stopped. The destination is started with a *stand-in* for each, and with a
 //! duplicate of the real one at another number, which it does not read. When the guest is stopped, the real tap takes the

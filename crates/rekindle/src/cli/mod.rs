@@ -156,7 +156,7 @@ Example:
     /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: --preview;
-    /// root; no tap, no VNC or SPICE server.
+    /// root; no SPICE server, and what `--dry-run` names.
     ///
     /// On success: each guest runs in a new QEMU.
     ///

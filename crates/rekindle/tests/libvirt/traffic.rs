@@ -1,4 +1,4 @@
-//! Traffic between a test and the guest of a domain, which shows whether a byte or a frame is lost.
+//! Traffic between a test and the guest of a domain, which shows whether bytes or many frames are lost.
 
 use rekindle_testing::libvirt::Domain;
 use rekindle_testing::{DEADLINE, poll};
@@ -72,6 +72,10 @@ impl Stream {
     }
 }
 
+/// Pings that one replacement may lose. A QEMU that has to wait for a processor reads frames long before its guest gets
+/// them, and such frames are sent again only as far as they are known. TCP sends them again in any case.
+const MAX_LOST_PINGS: usize = 2;
+
 /// Numbered pings, one every [`PING_INTERVAL`].
 pub(crate) struct Pings {
     /// Returns the number of pings.
@@ -106,13 +110,13 @@ impl Pings {
         Self { sender, receiver, replies }
     }
 
-    /// Checks that each ping has a reply.
-    pub(crate) fn assert_complete(self) {
+    /// Checks that all pings have replies, but for the few that one replacement may lose.
+    pub(crate) fn assert_few_lost(self) {
         let sent = self.sender.finish();
         let missing = || (0..sent).filter(|number| !self.replies.lock().unwrap().contains(number)).collect::<Vec<_>>();
-        let is_complete = poll(DEADLINE, || missing().is_empty().then_some(())).is_some();
+        let are_few_lost = poll(DEADLINE, || (missing().len() <= MAX_LOST_PINGS).then_some(())).is_some();
         self.receiver.finish();
-        assert!(sent > 0 && is_complete, "{sent} pings; without a reply: {:?}", missing());
+        assert!(sent > 0 && are_few_lost, "{sent} pings; without a reply: {:?}", missing());
     }
 }
 
