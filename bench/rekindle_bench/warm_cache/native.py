@@ -54,9 +54,9 @@ class Server:
     pid: int
 
     def used_us(self) -> int:
-        """Returns the processor time that the server's threads have used, in microseconds."""
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) // 1000
+        """Returns the processor time that the server and its threads, also ended ones, have used, in microseconds."""
+        # The clock of a process, as clock_getcpuclockid(3) makes its number.
+        return time.clock_gettime_ns(~self.pid << 3 | 2) // 1000
 
 
 @contextmanager
