@@ -59,7 +59,7 @@ struct Source {
 }
 
 impl Source {
-    /// Boots a guest.
+    /// Boots a guest with two processors that run.
     fn boot(binary: &Path, backend: &str) -> Self {
         Self::boot_as(binary, backend, "q35")
     }
@@ -71,7 +71,9 @@ impl Source {
         let disk = directory.path().join("disk");
         fs::write(&disk, random_bytes((DISK_BLOCKS * 4096) as usize)).unwrap();
         let options = options(binary, backend, machine, &disk);
-        Self { qemu: ForeignQemu::boot(directory.path(), &options), directory }
+        let qemu = ForeignQemu::boot(directory.path(), &options);
+        qemu.ask("online-cpu 1");
+        Self { qemu, directory }
     }
 }
 

@@ -12,11 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// Attempts to boot the guest. With two emulated processors 1 boot of 143 hung (`rcu_preempt detected stalls`, "timer
-/// wakeup didn't happen"), without Rekindle being involved.
-const BOOT_ATTEMPTS: usize = 3;
-/// Time limit of one attempt.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(40);
 /// Time limit of a first reply. QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s. A
 /// new connection is faster.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -34,7 +29,7 @@ pub struct QemuOptions<'a> {
 }
 
 impl<'a> QemuOptions<'a> {
-    /// Makes options for a guest with two processors, a network card and a VGA card. The caller adds the machine and
+    /// Makes options for a guest with two processors (one does not run yet, see [`micro::ONE_CPU`]), a network card and a VGA card. The caller adds the machine and
     /// the memory.
     pub fn new(binary: &'a Path) -> Self {
         Self { binary, arguments: Vec::new(), kernel_options: String::new(), overlay: None, user: None }
@@ -96,7 +91,7 @@ impl<'a> QemuOptions<'a> {
         let mut command = self.program(directory);
         command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
         command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
-        command.args(["-append", &format!("console=ttyS0 quiet{}", self.kernel_options)]);
+        command.args(["-append", &format!("console=ttyS0 quiet {}{}", micro::ONE_CPU, self.kernel_options)]);
         command.args(["-serial", &format!("file:{}", path("console"))]);
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
         let forward = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{}", micro::PORT);
@@ -130,19 +125,13 @@ impl ForeignQemu {
 
     /// Starts a QEMU with its files in `directory` and waits until its guest is up.
     pub fn boot(directory: &Path, options: &QemuOptions<'_>) -> Self {
-        let mut output = String::new();
-        for _ in 0..BOOT_ATTEMPTS {
-            let qemu = Self::start(directory, options);
-            let is_up = || {
-                assert!(qemu.process.is_alive(), "QEMU has ended: {}", qemu.output());
-                qemu.is_up().then_some(())
-            };
-            if poll(BOOT_TIMEOUT, is_up).is_some() {
-                return qemu;
-            }
-            output = qemu.output();
-        }
-        panic!("the guest was not up: {output}");
+        let qemu = Self::start(directory, options);
+        let is_up = || {
+            assert!(qemu.process.is_alive(), "QEMU has ended: {}", qemu.output());
+            qemu.is_up().then_some(())
+        };
+        assert!(poll(DEADLINE, is_up).is_some(), "the guest is not up: {}", qemu.output());
+        qemu
     }
 
     /// Returns the port of this host that is forwarded to the guest.

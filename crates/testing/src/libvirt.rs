@@ -9,8 +9,8 @@
 //! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
 //! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
 
-use crate::micro::{self, exchange, free_port};
-use crate::{DEADLINE, tools, wait_for};
+use crate::micro::{self, ONE_CPU, exchange, free_port};
+use crate::{DEADLINE, poll, tools};
 use nix::sched::{CloneFlags, unshare};
 use rekindle_kernel::process::Process;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -122,7 +122,7 @@ impl PrivateLibvirt {
             assert!(domain.process().is_alive(), "QEMU has ended: {}", domain.log());
             domain.is_up().then_some(())
         };
-        wait_for("the guest of a domain", DEADLINE, is_up);
+        assert!(poll(DEADLINE, is_up).is_some(), "the guest is not up: {}", domain.log());
         domain
     }
 
@@ -221,7 +221,8 @@ pub enum Network<'a> {
 }
 
 impl<'a> DomainOptions<'a> {
-    /// Makes options for a guest with two processors and 256 MiB of RAM in the QEMU of most tests.
+    /// Makes options for a guest with two processors (one does not run yet, see [`ONE_CPU`]) and 256 MiB of RAM in the
+    /// QEMU of most tests.
     pub fn new(name: &'a str) -> Self {
         Self { name, emulator: tools::qemu_new(), devices: "", memory_backing: "", network: Network::User }
     }
@@ -242,7 +243,7 @@ impl<'a> DomainOptions<'a> {
     <type arch='x86_64' machine='pc'>hvm</type>
     <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
-    <cmdline>{KERNEL_OPTIONS} {kernel_options}</cmdline>
+    <cmdline>{KERNEL_OPTIONS} {ONE_CPU} {kernel_options}</cmdline>
   </os>
   <features><acpi/></features>
   <devices>

@@ -314,6 +314,9 @@ static void command(struct conn *c, char *line)
 	} else if (!strcmp(name, "drop-caches")) {
 		sync();
 		answer(c, write_file("/proc/sys/vm/drop_caches", "3") ? "ok\n" : "error cannot write drop_caches\n");
+	} else if (!strcmp(name, "online-cpu") && n == 2) {
+		snprintf(text, sizeof text, "/sys/devices/system/cpu/cpu%lu/online", strtoul(words[1], NULL, 10));
+		answer(c, write_file(text, "1") ? "ok\n" : "error no such processor\n");
 	} else if (!strcmp(name, "phase") && n == 2) {
 		answer(c, announce(words[1]) ? "ok\n" : "error cannot run /phase\n");
 	} else if (!strcmp(name, "poweroff") || !strcmp(name, "reboot") || !strcmp(name, "panic")) {

@@ -104,6 +104,7 @@ fn memory_files(domain: &Domain<'_>) -> Vec<u64> {
 fn a_domain_continues_in_another_qemu_and_libvirt_manages_it() {
     let libvirt = PrivateLibvirt::start();
     let domain = boot(&libvirt, "managed");
+    domain.ask("online-cpu 1");
     let boot_id = domain.ask("boot-id");
     let name = domain.name.as_str();
 

@@ -95,6 +95,7 @@ fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     let mut foreign = ForeignGuest::boot(&lab, "foreign", binary, arguments);
     let guest = &foreign.guest;
     attach(&lab, &foreign);
+    guest.ask("online-cpu 1");
     assert_eq!(guest.status(), "running");
     guest.touch("40M");
     let boot = guest.boot_id();
