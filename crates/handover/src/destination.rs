@@ -12,6 +12,8 @@ use crate::ram::{NewRam, Ram, RamSource, SavedRam, SharedRam, UnknownRam};
 use crate::saved_state::{DISK_TIMEOUT, remove_stream};
 use crate::takeover::Taps;
 use crate::{Environment, Handover, HandoverError};
+use rekindle_kernel::heap;
+use rekindle_kernel::inject::Injector;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
@@ -204,6 +206,14 @@ impl Destination<SpawnedStage> {
 }
 
 impl<R> Destination<PreparedStage<R>> {
+    /// Populates the heap, so that the load has no page faults: QEMU has returned the freed pages of its heap to the
+    /// kernel. `injector`: of this destination. Without effect if the kernel cannot do it.
+    pub fn populate_heap(&self, injector: Injector) {
+        if let Err(e) = heap::populate(injector) {
+            tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
+        }
+    }
+
     /// Sends the command that resumes the guest, except its end. [`Destination::commit`] sends the end.
     ///
     /// # Errors

@@ -190,6 +190,13 @@ pub(crate) fn continue_interrupted(locked_vm: &LockedVm, journal: Journal) -> Ha
     Handover { rundir: locked_vm.rundir.clone(), state: locked_vm.state.clone(), journal, recorder }
 }
 
+/// Restores the priority of the threads of both QEMUs, which an interrupted hand-over may have left raised.
+pub(crate) fn restore_priorities(operation: &Operation) {
+    for vmm in [&operation.from, &operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
+        let _ = sched::normal(vmm.process());
+    }
+}
+
 /// Resumes a guest that an interrupted checkpoint or suspend left stopped.
 pub(crate) fn end_pause(locked_vm: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mark = locked_vm.rundir.paused();

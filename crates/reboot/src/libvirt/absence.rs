@@ -16,7 +16,7 @@ use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
 use crate::vmm::{QemuInfo, RebootReport};
 use rekindle_handover::copied_ram::CopiedRam;
-use rekindle_handover::{Destination, Handover, RunningStage};
+use rekindle_handover::{Destination, Handover, RunningStage, priority};
 use rekindle_kernel::surroundings::ThreadPlaces;
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::check_jobs;
@@ -166,6 +166,8 @@ fn transfer(prepared: Prepared, gate: &ProcessorGate) -> Placed {
     let transferred = gate.pass(|| {
         handover.recorder.step("wait for a processor");
         let approached = approach(&mut handover, &baseline, &mut destination, &mut taps)?;
+        // Guests that already run again must not delay this hand-over.
+        let _boosts = (priority::boost_this_thread(), priority::boost_hand_over(handover.source(), &destination.vmm));
         hand_over(&mut handover, approached, destination, &mut taps)
     });
     let side = match transferred {

@@ -201,6 +201,7 @@ fn start_destination(handover: &mut Handover, inspected: &mut Inspected) -> Resu
     let copied = destination.stage.ram.copy_while_running(&mut inspected.qmp, CopyLimit::default());
     copied.map_err(DomainError::from)?;
     handover.recorder.step("copy memory");
+    destination.populate_heap(taps.injector);
     Ok(Waiting { destination, taps, ram_files, places })
 }
 

@@ -20,7 +20,9 @@ use super::journal::operation;
 use super::way_back::{Returned, end_without_guest, return_to_source};
 use super::{DomainError, source};
 use crate::error::RebootError;
-use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, live_qemu_of_generation, wait_for_answer};
+use crate::interrupted::{
+    Recovered, SilentQemuPolicy, continue_interrupted, live_qemu_of_generation, restore_priorities, wait_for_answer,
+};
 use crate::parallel::in_threads;
 use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::live_destination;
@@ -92,6 +94,7 @@ impl Interrupted {
     fn lock(host: &Host, name: &str) -> Result<Option<Self>, RebootError> {
         let (locked_vm, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
         let Some(journal) = journal else { return Ok(None) };
+        restore_priorities(&journal.operation);
         let run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         let handover = continue_interrupted(&locked_vm, journal);
         Ok(Some(Self { locks: (locked_vm, run_state), handover }))

@@ -8,7 +8,7 @@ use crate::error::RebootError;
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
-use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage};
+use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage, priority};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
@@ -74,7 +74,10 @@ pub(super) fn hand_over(
     handover.advance(Step::Suspend)?;
     handover.pass("libvirt.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);
-    let stopped_host_us = guest::stop(&mut source_qmp)?;
+    let stopped_host_us = {
+        let _boost = priority::boost_stopping_processors(handover.source());
+        guest::stop(&mut source_qmp)?
+    };
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
     source_state.begin(&mut source_qmp)?;
@@ -94,12 +97,14 @@ pub(super) fn hand_over(
     destination.stage.feed.write(&devices)?;
     destination.stage.feed.write(&stream::EMPTY_DESCRIPTION)?;
     handover.pass("libvirt.suspend.copied");
-    let loaded = destination.finish_feed().wait(handover, LOAD_TIMEOUT)?;
-    handover.recorder.step("load");
-    handover.pass("libvirt.suspend.loaded");
+    let loading = destination.finish_feed();
+    // The source is not needed any more, so it is frozen while the destination loads.
     source::freeze(handover)?;
     handover.recorder.step("freeze");
     handover.pass("libvirt.suspend.frozen");
+    let loaded = loading.wait(handover, LOAD_TIMEOUT)?;
+    handover.recorder.step("load");
+    handover.pass("libvirt.suspend.loaded");
     let running = loaded.commit(handover, "resume")?;
     // The source is frozen, so that it has received all that it will ever receive.
     taps.takeover.send_again(stopped_host_us);

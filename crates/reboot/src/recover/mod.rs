@@ -13,14 +13,13 @@ pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
 use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
-use crate::interrupted::{continue_interrupted, require_answers};
+use crate::interrupted::{continue_interrupted, require_answers, restore_priorities};
 use crate::libvirt::is_domain;
 use crate::libvirt::recover::{RecoveredDomain, is_interrupted, recover_replacements};
 use crate::moving::reconnect_disks;
 use crate::os::KexecRecovery;
 use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::{boot_after_loss, recover_cold, recover_handover};
-use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_protect::restore;
 use rekindle_qemu::vmm::Vmm;
@@ -91,10 +90,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &locked_vm, policy) };
     require_answers(&locked_vm, &journal.operation, policy)?;
-    for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
-        // An interrupted hand-over may have left QEMU's threads at raised priority.
-        let _ = sched::normal(vmm.process());
-    }
+    restore_priorities(&journal.operation);
     let recovered = match journal.operation.kind {
         Kind::Run => recover_run(host, &locked_vm, journal),
         Kind::Prepare => Ok(match restore::recover::recover_prepare(host, &locked_vm, journal)? {

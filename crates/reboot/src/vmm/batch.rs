@@ -4,7 +4,7 @@
 use super::{QemuInfo, RebootMethod, RebootReport, ReplaceOptions, begin, cold, saved, warm};
 use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
-use rekindle_kernel::sched::PriorityBoost;
+use rekindle_handover::priority;
 use rekindle_life::shutdown::EndMethod;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::qmp::Version;
@@ -104,8 +104,7 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
             batch.barrier.wait();
             // Guests that already run again must not delay this hand-over. Without the privilege to raise its priority,
             // they do; the hand-over then takes longer.
-            let mut boost = PriorityBoost::default();
-            let _ = boost.this_thread();
+            let boost = priority::boost_this_thread();
             let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
             drop(boost);
             // Ending a source QEMU takes processor time, which guests that are still stopped need more.

@@ -18,10 +18,8 @@ use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
     Destination, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
 };
-use rekindle_kernel::heap;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::packet::Capture;
-use rekindle_kernel::sched::PriorityBoost;
 use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;
 use rekindle_qemu::binary::Binary;
@@ -92,7 +90,7 @@ impl PreparedHandover {
         let Self { mut replacement, mut handover, mut taps, parts } = self;
         taps.discard_captured();
         let destination_qemu = parts.destination.vmm.clone();
-        let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
+        let boost = priority::boost_hand_over(Some(&replacement.source_qemu), &destination_qemu);
         // This call ends both connections to the source: QEMU serves one client at a time, and returning the guest to
         // the source opens another connection.
         let transferred = transfer_guest(&mut replacement, &mut handover, &mut taps, parts);
@@ -191,11 +189,7 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let process = destination.vmm.process();
     let untraceable = RebootError::file(Path::new(&format!("/proc/{}/maps", process.pid)));
     let injector = Injector::new(process).map_err(|e| untraceable(e.into()))?;
-    // QEMU has returned the freed pages of its heap to the kernel. Each of them would cost a page fault during the
-    // load.
-    if let Err(e) = heap::populate(injector) {
-        tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
-    }
+    destination.populate_heap(injector);
     let vm_generation_id = match resume_time {
         // The decision is journalled during the load.
         ResumeTime::DuringLoad => VmGenerationId::new(hardware, process).map_err(untraceable)?,
@@ -215,17 +209,6 @@ fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp) -> Result<
         return Ok(source_blocks);
     }
     Err(RebootError::Preflight { name: name.into(), problems })
-}
-
-/// Raises the priority of the threads that the stopped guest waits for.
-fn boost_priority(source_qemu: &Vmm, destination_qemu: &Vmm) -> PriorityBoost {
-    let mut boost = PriorityBoost::default();
-    let boosted = priority::boost_monitor(&mut boost, source_qemu.process())
-        .and_then(|()| priority::boost_monitor_and_processors(&mut boost, destination_qemu.process()));
-    if let Err(e) = boosted {
-        tracing::debug!("cannot raise the priority of the hand-over: {e}");
-    }
-    boost
 }
 
 struct TransferredGuest {
@@ -305,8 +288,7 @@ fn stop_guest(
     handover.advance(Step::Suspend)?;
     handover.pass("warm.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);
-    let mut boost = PriorityBoost::default();
-    let _ = priority::boost_stopping_processors(&mut boost, replacement.source_qemu.process());
+    let boost = priority::boost_stopping_processors(Some(&replacement.source_qemu));
     let stopped_host_us = stop(source_qmp, replacement.running)?;
     drop(boost);
     handover.recorder.step("stop");
