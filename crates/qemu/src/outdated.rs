@@ -97,7 +97,8 @@ fn version(file: File) -> io::Result<Option<String>> {
 mod tests {
     use super::*;
     use rekindle_kernel::process::Process;
-    use std::fs;
+    use std::fs::{self, OpenOptions};
+    use std::io::Write;
     use std::process::{Child, Command};
     use tempfile::TempDir;
 
@@ -152,6 +153,11 @@ mod tests {
     fn the_version_of_a_qemu_is_read_from_its_file() {
         let directory = TempDir::new().unwrap();
         let path = directory.path().join("qemu");
+        fs::copy("/bin/sleep", &path).unwrap();
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"\0QEMU emulator version 7.2.22\n").unwrap();
+        let file = File::open(&path).unwrap();
+        assert!(build_id(&file).is_some());
+        assert_eq!(version(file).unwrap().as_deref(), Some("7.2.22"), "it does not depend on what was read before");
         fs::write(&path, b"\0\x01QEMU emulator version 7.2.22 (Debian 1:7.2)\nCopyright").unwrap();
         assert_eq!(version(File::open(&path).unwrap()).unwrap().as_deref(), Some("7.2.22 (Debian 1:7.2)"));
         fs::write(&path, b"another program").unwrap();

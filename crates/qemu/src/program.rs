@@ -8,7 +8,7 @@ use memchr::memmem;
 use rekindle_kernel::maps;
 use rekindle_kernel::process::Process;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -178,12 +178,13 @@ fn contains(file: File, text: &[u8]) -> io::Result<bool> {
     position_of(file, text).map(|position| position.is_some())
 }
 
-/// Returns the offset of `text` in the file, in bytes.
+/// Returns the offset of `text` in the whole file, in bytes, wherever its read position is.
 pub(crate) fn position_of(mut file: File, text: &[u8]) -> io::Result<Option<u64>> {
     let finder = memmem::Finder::new(text);
     // Keep the end of each chunk: the text may extend across two chunks.
     let mut buffer = Vec::with_capacity(CHUNK_BYTES + text.len());
     let mut buffer_offset = 0;
+    file.rewind()?;
     loop {
         let searched = buffer.len().saturating_sub(text.len());
         buffer.drain(..searched);

@@ -9,6 +9,7 @@ mod interference;
 mod several;
 mod taps;
 mod traffic;
+mod upgrade;
 mod vnc;
 
 use rekindle_kernel::process::Process;

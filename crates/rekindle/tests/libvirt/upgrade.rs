@@ -1,0 +1,127 @@
+//! The commands of `docs/upgrade-libvirt-guests.md`, run as they are written there.
+
+use crate::{rekindle, text};
+use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
+use rekindle_testing::tools::{qemu_new, qemu_old};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/upgrade-libvirt-guests.md");
+
+/// Returns the commands of a heading's blocks: the lines that start with root's prompt.
+fn commands_of(heading: &str) -> Vec<String> {
+    let page = fs::read_to_string(PAGE).unwrap();
+    let sections = page.split("\n## ");
+    let section = sections.filter(|section| section.contains(heading)).collect::<Vec<_>>();
+    let [section] = section.as_slice() else { panic!("the page has {} sections `{heading}`", section.len()) };
+    let commands: Vec<_> = section.lines().filter_map(|line| line.strip_prefix("# ")).map(str::to_owned).collect();
+    assert!(!commands.is_empty(), "{heading}");
+    commands
+}
+
+/// Runs a command of the page. `domain` is the one that the page calls `db`.
+fn run(command: &str, domain: &Domain<'_>) -> Output {
+    let words: Vec<_> = command.split(' ').map(|word| if word == "db" { domain.name.as_str() } else { word }).collect();
+    match words.as_slice() {
+        ["rekindle", arguments @ ..] => rekindle(arguments).output().unwrap(),
+        [program, arguments @ ..] => Command::new(program).args(arguments).output().unwrap(),
+        [] => panic!("an empty command"),
+    }
+}
+
+/// Runs the commands of a section, which have to succeed, and returns everything that they print.
+#[track_caller]
+fn run_section(heading: &str, domain: &Domain<'_>) -> String {
+    let run_one = |command: String| {
+        let output = run(&command, domain);
+        assert!(output.status.success(), "{command}: {}", text(&output));
+        text(&output)
+    };
+    commands_of(heading).into_iter().map(run_one).collect()
+}
+
+/// Directories of files that QEMU finds by the place of its program, below `/usr`: firmware, modules.
+const DATA_DIRECTORIES: [&str; 4] = ["share/qemu", "share/seabios", "lib/ipxe", "lib/x86_64-linux-gnu/qemu"];
+
+/// An installed QEMU that can be upgraded, of which libvirt's user can read the files.
+struct InstalledQemu {
+    root: PathBuf,
+}
+
+impl InstalledQemu {
+    /// Installs the old QEMU.
+    fn old() -> Self {
+        let installed = Self { root: PathBuf::from("/var/lib/libvirt/installed") };
+        let old = qemu_old().ancestors().nth(2).expect("a tree with bin");
+        for directory in DATA_DIRECTORIES.iter().chain(&["bin"]) {
+            let target = installed.root.join(directory);
+            fs::create_dir_all(&target).unwrap();
+            let copied = Command::new("cp").arg("-aT").args([&old.join(directory), &target]).status();
+            assert!(copied.unwrap().success());
+        }
+        installed
+    }
+
+    fn binary(&self) -> PathBuf {
+        self.root.join("bin/qemu-system-x86_64")
+    }
+
+    /// Does what a package's upgrade does: new files take the names of the old ones.
+    fn upgrade(&self) {
+        let unpacked = self.root.join("bin/qemu.dpkg-new");
+        fs::copy(qemu_new(), &unpacked).unwrap();
+        fs::rename(&unpacked, self.binary()).unwrap();
+        for directory in DATA_DIRECTORIES {
+            let target = self.root.join(directory);
+            fs::rename(&target, target.with_extension("dpkg-old")).unwrap();
+            symlink(Path::new("/usr").join(directory), &target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_commands_of_the_page_upgrade_the_qemus_of_all_domains() {
+    let libvirt = PrivateLibvirt::start();
+    let installed = InstalledQemu::old();
+    let emulator = installed.binary();
+    let domains = ["db", "web"].map(|name| {
+        libvirt.boot(&DomainOptions { emulator: &emulator, network: Network::Tap(""), ..DomainOptions::new(name) })
+    });
+    let boot_ids = domains.each_ref().map(|domain| domain.ask("boot-id"));
+    let [db, _] = &domains;
+
+    // Apt would replace the QEMU of the machine that runs this test.
+    assert_eq!(commands_of("1. Install"), ["apt-get install --only-upgrade qemu-system-x86"]);
+    installed.upgrade();
+    let before = run_section("2. See", db);
+    assert_eq!(before.matches("out of date: 10.0").count(), 2, "{before}");
+    assert_eq!(before.matches("7.2.").count(), 2, "{before}");
+    let plan = run_section("3. Ask", db);
+    assert!(domains.iter().all(|domain| plan.contains(&domain.name)), "{plan}");
+
+    // Rekindle is killed in the middle. The page says how to go on.
+    let [replace] = commands_of("4. Replace").try_into().unwrap();
+    let arguments: Vec<_> = replace.split(' ').skip(1).collect();
+    let killed = rekindle(&arguments).env("REKINDLE_FAULT", "libvirt.suspend.loaded:kill").output().unwrap();
+    assert_eq!(killed.status.signal(), Some(9), "{}", text(&killed));
+    assert_eq!(libvirt.daemon(), None);
+    let [list, recover] = commands_of("If something goes wrong").try_into().unwrap();
+    let listed = text(&run(&list, db));
+    assert!(domains.iter().all(|domain| listed.contains(&domain.name)), "{listed}");
+    let recovered = run(&recover, db);
+    assert!(recovered.status.success(), "{}", text(&recovered));
+    let status = run_section("2. See", db);
+    assert!(status.contains("out of date: 10.0"), "{status}");
+
+    run_section("4. Replace", db);
+    let after = run_section("5. Check", db);
+    assert!(!after.contains("out of date"), "{after}");
+    for (domain, boot_id) in domains.iter().zip(&boot_ids) {
+        assert_eq!(domain.state(), "running");
+        assert_eq!(domain.ask("boot-id"), *boot_id);
+        assert!(after.contains(&domain.name), "{after}");
+    }
+}
