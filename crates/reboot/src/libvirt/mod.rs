@@ -70,7 +70,7 @@ mod vnc;
 mod way_back;
 
 pub use phases::{ReplacedDomains, replace_domains};
-pub use selection::{AllDomains, SkippedDomain, all_domains};
+pub use selection::{AllDomains, Selection, SkippedDomain, all_domains};
 
 pub use crate::domain_error::DomainError;
 

@@ -22,16 +22,24 @@ pub struct SkippedDomain {
     pub reason: String,
 }
 
-/// Returns all domains that libvirt runs.
+/// Which of libvirt's domains an operation is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Selection {
+    All,
+    /// Those whose QEMU is not the installed one.
+    Outdated,
+}
+
+/// Returns the domains that libvirt runs.
 ///
 /// # Errors
-/// [`RebootError`]: libvirt's record of a domain cannot be read.
-pub fn all_domains(host: &Host) -> Result<AllDomains, RebootError> {
+/// [`RebootError`]: libvirt's record of a domain, or its QEMU's file, cannot be read.
+pub fn all_domains(host: &Host, selection: Selection) -> Result<AllDomains, RebootError> {
     let directory = Path::new(SYSTEM_DIRECTORY);
     let mut all = AllDomains::default();
     for record in domains::all(directory).map_err(RebootError::file(directory))? {
         let record = record?;
-        match reason_to_skip(host, &record)? {
+        match reason_to_skip(host, &record, selection)? {
             None => all.names.push(record.name),
             Some(reason) => all.skipped.push(SkippedDomain { name: record.name, reason }),
         }
@@ -39,9 +47,14 @@ pub fn all_domains(host: &Host) -> Result<AllDomains, RebootError> {
     Ok(all)
 }
 
-fn reason_to_skip(host: &Host, record: &DomainRecord) -> Result<Option<String>, RebootError> {
+fn reason_to_skip(host: &Host, record: &DomainRecord, selection: Selection) -> Result<Option<String>, RebootError> {
     if record.state != "running" {
         return Ok(Some(format!("libvirt reports it as {}", record.state)));
+    }
+    if selection == Selection::Outdated
+        && domains::outdated(record).map_err(RebootError::file(&record.emulator))?.is_none()
+    {
+        return Ok(Some("its QEMU is the installed one".into()));
     }
     let rundir = RunDir::new(&host.root, &record.name);
     let state = State::read(&rundir).map_err(RebootError::file(rundir.path()))?;

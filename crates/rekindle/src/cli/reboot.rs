@@ -91,6 +91,9 @@ pub struct RebootVmm {
     /// All domains that libvirt runs (qemu:///system), except paused and attached ones.
     #[arg(long, conflicts_with_all = ["names", "all"])]
     pub all_libvirt: bool,
+    /// Of all domains, those whose QEMU is not the installed one (as `rekindle status` lists them).
+    #[arg(long, requires = "all_libvirt", conflicts_with = "qemu")]
+    pub outdated: bool,
     /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
     pub how: RebootMethod,

@@ -9,7 +9,7 @@ use crate::progress::start_spinner;
 use anyhow::Result;
 use rekindle_handover::GuestStatus;
 use rekindle_reboot::error::RebootError;
-use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, SkippedDomain};
+use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, Selection, SkippedDomain};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome, VmPlan};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
@@ -91,7 +91,8 @@ struct Selected {
 
 fn select(host: &Host, arguments: &RebootVmm) -> Result<Selected> {
     let selected = if arguments.all_libvirt {
-        let AllDomains { names, skipped } = libvirt::all_domains(host)?;
+        let selection = if arguments.outdated { Selection::Outdated } else { Selection::All };
+        let AllDomains { names, skipped } = libvirt::all_domains(host, selection)?;
         if names.is_empty() && skipped.is_empty() {
             return Err(Usage("--all-libvirt: libvirt runs no domain".into()).into());
         }

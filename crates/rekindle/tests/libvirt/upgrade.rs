@@ -102,7 +102,7 @@ fn the_commands_of_the_page_upgrade_the_qemus_of_all_domains() {
     let plan = run_section("3. Ask", db);
     assert!(domains.iter().all(|domain| plan.contains(&domain.name)), "{plan}");
 
-    // Rekindle is killed in the middle. The page says how to go on.
+    // Rekindle is killed in the middle. The page has the remedy.
     let [replace] = commands_of("4. Replace").try_into().unwrap();
     let arguments: Vec<_> = replace.split(' ').skip(1).collect();
     let killed = rekindle(&arguments).env("REKINDLE_FAULT", "libvirt.suspend.loaded:kill").output().unwrap();
@@ -117,6 +117,10 @@ fn the_commands_of_the_page_upgrade_the_qemus_of_all_domains() {
     assert!(status.contains("out of date: 10.0"), "{status}");
 
     run_section("4. Replace", db);
+    let qemus = domains.each_ref().map(Domain::process);
+    let repeated = run_section("4. Replace", db);
+    assert_eq!(repeated.matches("its QEMU is the installed one").count(), 2, "{repeated}");
+    assert_eq!(domains.each_ref().map(Domain::process), qemus);
     let after = run_section("5. Check", db);
     assert!(!after.contains("out of date"), "{after}");
     for (domain, boot_id) in domains.iter().zip(&boot_ids) {
