@@ -43,6 +43,8 @@ pub struct TapTakeover {
     captures: Vec<Capture>,
     /// Time of [`TapTakeover::give`], in µs since 1970.
     given_host_us: Option<u64>,
+    /// Whether the kernel serves the guest's cards (vhost-net).
+    has_vhost: bool,
 }
 
 impl TapTakeover {
@@ -58,7 +60,19 @@ impl TapTakeover {
             let queue = PassedQueue::open(slot, source, &mut taps).map_err(failed)?;
             queues.push(queue);
         }
-        Ok((taps, Self { queues, captures: Vec::new(), given_host_us: None }))
+        Ok((taps, Self { queues, captures: Vec::new(), given_host_us: None, has_vhost: false }))
+    }
+
+    /// Records that the kernel serves the guest's cards (vhost-net): it reads the tap while the guest runs, QEMU while the
+    /// guest is stopped. QEMU discards what it has read when the kernel starts again.
+    pub fn expect_vhost(&mut self) {
+        self.has_vhost = true;
+    }
+
+    /// Returns whether the kernel serves the guest's cards ([`TapTakeover::expect_vhost`]).
+    #[must_use]
+    pub fn has_vhost(&self) -> bool {
+        self.has_vhost
     }
 
     /// Captures the frames that the host sends into the taps from now on, for [`TapTakeover::send_again`].
@@ -103,8 +117,10 @@ impl TapTakeover {
     /// are finished, without closing them. A capture that has no frame after the stop yet is tried again by the next
     /// call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
+        // With vhost the destination has lost a frame, too.
+        let lost = if self.has_vhost { 2 } else { 1 };
         let captures = std::mem::take(&mut self.captures).into_iter();
-        let (finished, unfinished) = captures.partition(|capture| resend(capture, stopped_host_us, 1) > 0);
+        let (finished, unfinished) = captures.partition(|capture| resend(capture, stopped_host_us, lost) > 0);
         self.captures = unfinished;
         finished
     }

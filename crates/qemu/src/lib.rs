@@ -74,4 +74,5 @@ pub mod syntax;
 pub mod takeover_command;
 pub mod transfer;
 pub mod userfaultfd;
+pub mod vhost;
 pub mod vmm;

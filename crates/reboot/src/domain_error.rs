@@ -16,6 +16,8 @@ pub enum DomainError {
     NotReconnected { name: String, why: String },
     #[error("{name} has changed while its replacement was prepared: {what}; try again")]
     Changed { name: String, what: String },
+    #[error("{name}: the host's kernel still serves the network cards of the stopped guest (vhost-net: {cards})")]
+    VhostRuns { name: String, cards: String },
     #[error(
         "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; libvirt shows the \
          domain as shut off: virsh start {name}"

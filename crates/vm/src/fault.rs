@@ -172,6 +172,8 @@ enum Action {
     KillDestination,
     /// Kill libvirt's daemon, if it runs.
     KillDaemon,
+    /// Forget a written page at each collection, as tracking would that misses a write.
+    ForgetPage,
 }
 
 /// The fault that the environment selects.
@@ -195,6 +197,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
                 "kill-old" => Action::KillSource,
                 "kill-new" => Action::KillDestination,
                 "kill-daemon" => Action::KillDaemon,
+                "forget-page" => Action::ForgetPage,
                 _ => return None,
             };
             Some(SelectedFault { point, action, vm })
@@ -226,7 +229,15 @@ pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>
         Action::KillSource => kill(source.map(Vmm::process)),
         Action::KillDestination => kill(destination.map(Vmm::process)),
         Action::KillDaemon => kill(libvirt_daemon()),
+        Action::ForgetPage => {}
     }
+}
+
+/// Returns whether the fault `tracking:forget-page` is selected: each collection of written pages must drop one, so that a
+/// test can show that a missed write is found. It is no point at which an operation can end, and not in [`POINTS`].
+#[must_use]
+pub fn forgets_page() -> bool {
+    selected_fault().is_some_and(|fault| fault.point == "tracking" && fault.action == Action::ForgetPage)
 }
 
 /// Returns the name of the VM of a QEMU: that of its run directory.

@@ -16,6 +16,7 @@
 //! | stopped by `SIGSTOP` | it makes the call and is stopped again |
 //! | with a seccomp filter, which may kill it for the call | the filter is suspended where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`); otherwise only calls that every process makes are injected |
 //! | inside a restartable sequence (rseq) | it is resumed and stopped again shortly afterwards |
+//! | a worker of the kernel (vhost, io_uring, KVM), which cannot be traced | it is not chosen |
 //! | its stack has no room for a signal frame (3 KiB; with AMX 12 KiB) | it is not chosen |
 //!
 //! Processes with shadow stacks and processes without a C library are rejected. `PTRACE_O_EXITKILL` is never set.
@@ -141,11 +142,14 @@ impl Injector {
                     return Ok(result);
                 }
                 if Instant::now() > deadline {
-                    return Err(InjectError::Stuck { pid: self.process.pid });
+                    break;
                 }
             }
             if !self.process.is_alive() {
                 return Err(InjectError::Gone { pid: self.process.pid });
+            }
+            if Instant::now() > deadline {
+                return Err(InjectError::Stuck { pid: self.process.pid });
             }
         }
     }

@@ -75,9 +75,12 @@ pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     Ok(rated_threads.into_iter().map(|(_, tid)| tid).collect())
 }
 
-/// Rates a thread. Returns `None` if it has ended.
+/// Rates a thread. Returns `None` if it has ended, or cannot be traced.
 fn suitability_of(pid: u32, tid: i32) -> Option<Suitability> {
     let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+    if is_kernel_worker(&stat) {
+        return None;
+    }
     let state = stat.rsplit_once(") ")?.1.chars().next()?;
     let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
     suitability(state, &call)
@@ -96,6 +99,20 @@ fn suitability(state: char, call: &str) -> Option<Suitability> {
     }
 }
 
+/// Returns whether a thread never leaves the kernel, by its `stat`: the workers of vhost and of io_uring are threads of
+/// their process, have no registers of a program, and may not be traced.
+fn is_kernel_worker(stat: &str) -> bool {
+    /// `PF_IO_WORKER` and `PF_USER_WORKER` of `linux/sched.h`.
+    const WORKER: u32 = 0x10 | 0x4000;
+    flags(stat).is_some_and(|flags| flags & WORKER != 0)
+}
+
+/// Returns the flags (`PF_*`) of a thread: the ninth field of its `stat`.
+fn flags(stat: &str) -> Option<u32> {
+    // The name, which is the second field, may contain blanks and parentheses.
+    stat.rsplit_once(") ")?.1.split(' ').nth(6)?.parse().ok()
+}
+
 /// Reads one numeric line of `/proc/PID/task/TID/status`.
 fn numeric_status(pid: u32, tid: i32, name: &str) -> io::Result<Option<u32>> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"))?;
@@ -110,13 +127,11 @@ pub(super) fn has_filter(process: Process, tid: i32) -> io::Result<bool> {
 
 /// Returns whether a thread is ending or has ended.
 pub(super) fn is_ending(process: Process, tid: i32) -> bool {
-    /// `PF_EXITING` of `linux/sched.h`, in the ninth field of `stat`.
+    /// `PF_EXITING` of `linux/sched.h`.
     const EXITING: u32 = 4;
     let Ok(stat) = fs::read_to_string(format!("/proc/{}/task/{tid}/stat", process.pid)) else { return true };
-    let mut fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ')).into_iter().flatten();
-    let state = fields.next();
-    let flags = fields.nth(5).and_then(|flags| flags.parse::<u32>().ok());
-    matches!(state, Some("Z" | "X")) || flags.is_none_or(|flags| flags & EXITING != 0)
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').next());
+    matches!(state, Some("Z" | "X")) || flags(&stat).is_none_or(|flags| flags & EXITING != 0)
 }
 
 /// A process that traces a thread.
@@ -159,5 +174,18 @@ mod tests {
         let disk = suitability('D', "0 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
         assert!(poll < computes && computes < epoll && epoll < disk);
         assert_eq!(suitability('Z', "0 0x0"), None);
+    }
+
+    #[test]
+    fn workers_of_the_kernel_are_no_threads_of_the_program() {
+        let stat = |name: &str, flags: u32| format!("704 ({name}) S 1 704 704 0 -1 {flags} 0 0 0 0 0 0");
+        // As Linux 6.12 prints them for the threads of a QEMU with KVM and vhost-net.
+        assert!(is_kernel_worker(&stat("vhost-704", 138_428_608)));
+        assert!(is_kernel_worker(&stat("kvm-nx-lpage-re", 138_428_608)));
+        assert!(!is_kernel_worker(&stat("qemu-system-x86", 138_412_416)));
+        assert!(!is_kernel_worker(&stat("CPU 0/KVM) S 1", 4_194_368)));
+        // A worker of io_uring.
+        assert!(is_kernel_worker(&stat("iou-wrk-704", 0x0040_0050)));
+        assert!(!is_kernel_worker("704 (qemu"));
     }
 }

@@ -11,7 +11,7 @@ use crate::pause::LapTimer;
 use crate::runs::{CopiedPages, copy_pages, merged, no_pages, send_from_guest, send_zeroes};
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty};
-use rekindle_pages::BlockId;
+use rekindle_pages::{BlockId, PAGE_SIZE};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
@@ -86,7 +86,10 @@ impl TrackedMemory {
     }
 
     /// Adds `written` to the owed pages, with the pages that disk servers have written. Returns both.
-    fn owe(&mut self, written: Dirty) -> Result<Dirty, CheckpointError> {
+    fn owe(&mut self, mut written: Dirty) -> Result<Dirty, CheckpointError> {
+        if fault::forgets_page() {
+            forget_page(&mut written);
+        }
         // Collected pages stay owed even if a disk server fails.
         self.owed = merged(&self.owed, &written);
         if self.disk_servers.is_empty() {
@@ -163,5 +166,15 @@ impl TrackedMemory {
         self.tracking.detach()?;
         self.disk_servers.stop_recording();
         Ok(())
+    }
+}
+
+/// Drops the first written page.
+fn forget_page(dirty: &mut Dirty) {
+    for runs in &mut dirty.written {
+        if let Some(start) = runs.iter().map(|run| run.start).next() {
+            *runs = runs.difference(&[start..start + PAGE_SIZE as u64]);
+            return;
+        }
     }
 }

@@ -16,7 +16,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::rundir::RunDir;
 use serde::Deserialize;
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::fs::symlink;
@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 
 /// Where libvirt has the logs of its QEMUs.
 const LOG_DIRECTORY: &str = "/var/log/libvirt/qemu";
+const VHOST_NET: &str = "/dev/vhost-net";
 
 /// The surroundings of a domain's QEMU.
 pub(super) struct LibvirtEnvironment<'a> {
@@ -94,14 +95,17 @@ impl LibvirtEnvironment<'_> {
             Descriptor::Listener { .. } => listen(&directory.0.join(format!("stand-in-{number}")))?,
             Descriptor::Duplicate { source: number } => descriptor::take(source, *number)?,
             Descriptor::Tap { .. } => return Ok(None),
-            Descriptor::VhostNet => {
-                return Err(io::Error::other(format!(
-                    "descriptor {number} is of vhost-net, which is not passed on yet"
-                )));
-            }
+            Descriptor::VhostNet => open_vhost_net()?,
         };
         Ok(Some(opened))
     }
+}
+
+/// Opens a vhost device for the destination, as libvirt did for the source.
+fn open_vhost_net() -> io::Result<OwnedFd> {
+    let opened = OpenOptions::new().read(true).write(true).open(VHOST_NET);
+    let remedy = "load the kernel's module: modprobe vhost_net";
+    Ok(opened.map_err(|e| io::Error::new(e.kind(), format!("cannot open {VHOST_NET}: {e}; {remedy}")))?.into())
 }
 
 fn listen(path: &Path) -> io::Result<OwnedFd> {

@@ -10,11 +10,12 @@ use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::TapSlot;
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::monitor::Monitor;
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{
     CommandLine, Descriptor, Destination, Inventory, ListenAddress, MACVTAP_PREFIX, SourceDescriptor, open_descriptors,
     read_facts, rewrite,
 };
+use rekindle_qemu::vhost;
 use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{DaemonRecord, ForwardedPort, Journal, PassedListener};
@@ -94,6 +95,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported(&line));
+            problems.extend(vhost_problem(&line, &mut qmp)?);
             problems.extend(vnc::password_problem(name, &line, &status)?);
             let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
             copy_bytes = room.needed_bytes;
@@ -177,11 +179,33 @@ fn check_record(name: &str, record: &DomainRecord) -> Result<(), RebootError> {
 /// Returns what the command line needs and Rekindle cannot pass on yet.
 fn not_supported(line: &CommandLine) -> Vec<String> {
     let mut problems = not_supported_taps(line);
-    if line.descriptors.values().any(|descriptor| *descriptor == Descriptor::VhostNet) {
-        problems.push("/dev/vhost-net: not passed on yet".into());
-    }
     problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
     problems
+}
+
+/// Returns whether the host's kernel serves network cards of the destination (vhost-net).
+pub(super) fn has_vhost(line: &CommandLine) -> bool {
+    line.descriptors.values().any(|descriptor| *descriptor == Descriptor::VhostNet)
+}
+
+/// Returns the problem of network cards that the host's kernel serves.
+fn vhost_problem(line: &CommandLine, source: &mut Qmp) -> Result<Option<String>, QmpError> {
+    /// A virtio device behind an IOMMU, as QEMU's two syntaxes write it.
+    const BEHIND_IOMMU: [&str; 3] = ["iommu_platform=on", r#""iommu_platform":true"#, r#""iommu_platform":"on""#];
+    if !has_vhost(line) {
+        return Ok(None);
+    }
+    if line.arguments.iter().any(|argument| BEHIND_IOMMU.iter().any(|text| argument.contains(text))) {
+        return Ok(Some("/dev/vhost-net behind an IOMMU (<driver iommu='on'/>): not passed on yet".into()));
+    }
+    // In the pause, the source must be able to report that it has stopped vhost.
+    match vhost::served_cards(source) {
+        Ok(_) => Ok(None),
+        Err(QmpError::Refused { .. }) => {
+            Ok(Some("/dev/vhost-net: this QEMU does not report whether the kernel has stopped".into()))
+        }
+        Err(e) => Err(e),
+    }
 }
 
 /// Returns the problems of macvtaps, into which a captured frame cannot be sent again, and of taps with several queues.

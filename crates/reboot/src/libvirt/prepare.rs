@@ -1,7 +1,9 @@
 //! Prepares a domain while libvirt's daemon and the guest run: starts the destination, and copies the RAM.
 
 use super::environment::{LibvirtEnvironment, placed_threads, vcpus};
-use super::preflight::{DESTINATION_GENERATION, Inspected, check_run_directory, libvirt_monitor, ram_blocks};
+use super::preflight::{
+    DESTINATION_GENERATION, Inspected, check_run_directory, has_vhost, libvirt_monitor, ram_blocks,
+};
 use super::recheck::Baseline;
 use super::way_back::abandon;
 use super::{DomainError, capabilities, give_back, preflight_error, vnc};
@@ -181,7 +183,10 @@ fn start_destination(handover: &mut Handover, inspected: &mut Inspected) -> Resu
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(DomainError::from)?;
     let rundir = handover.rundir.clone();
-    let (start_taps, takeover) = TapTakeover::prepare(inspected.taps.clone(), source)?;
+    let (start_taps, mut takeover) = TapTakeover::prepare(inspected.taps.clone(), source)?;
+    if has_vhost(&inspected.baseline.line) {
+        takeover.expect_vhost();
+    }
     let environment = LibvirtEnvironment { rundir: &rundir, inspected, ram: &ram };
     let mut destination = Destination::spawn(handover, &environment, Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");

@@ -14,6 +14,7 @@ use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::stream;
+use rekindle_qemu::vhost;
 use rekindle_vm::journal::Step;
 use rekindle_vm::timeline::Phase;
 use std::time::Duration;
@@ -80,6 +81,10 @@ pub(super) fn hand_over(
     };
     handover.pass("libvirt.suspend.stopped");
     handover.recorder.step("stop");
+    if taps.takeover.has_vhost() {
+        check_vhost_stopped(handover.name(), &mut source_qmp)?;
+        handover.recorder.step("check vhost-net");
+    }
     source_state.begin(&mut source_qmp)?;
     // No QEMU runs the guest. When it loads the devices, the destination sets up its taps.
     taps.takeover.give(taps.injector)?;
@@ -110,4 +115,14 @@ pub(super) fn hand_over(
     taps.takeover.send_again(stopped_host_us);
     handover.pass("libvirt.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
+}
+
+/// Checks that the kernel does not serve the stopped guest's cards any more: it would read the tap, and write memory, with
+/// the destination.
+fn check_vhost_stopped(name: &str, source: &mut Qmp) -> Result<(), RebootError> {
+    let served = vhost::served_cards(source)?;
+    if served.is_empty() {
+        return Ok(());
+    }
+    Err(DomainError::VhostRuns { name: name.into(), cards: served.join(", ") }.into())
 }
