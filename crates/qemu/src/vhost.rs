@@ -34,3 +34,15 @@ pub fn served_cards(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
 fn is_not_started(description: &str) -> bool {
     description.contains("vhost device has not started")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_answer_that_vhost_has_not_started_counts() {
+        // As QEMU 10.0 answers for a card of a guest whose driver is not ready, and for a path of no device.
+        assert!(is_not_started("Error: vhost device has not started yet"));
+        assert!(!is_not_started("Path /machine/peripheral/net0 is not a VirtIODevice"));
+    }
+}

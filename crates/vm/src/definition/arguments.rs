@@ -141,7 +141,7 @@ fn why_uncarriable(option: &str, value: &str) -> Option<&'static str> {
         return Some(reason);
     }
     (matches!(option, "netdev" | "nic" | "net") && uses_vhost(value))
-        .then_some("the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU")
+        .then_some("the state of its queues is in the host's kernel")
 }
 
 /// Returns the driver or type that a value names: the text before its first comma, or the `driver`, `qom-type` or
