@@ -172,8 +172,8 @@ impl TrackedMemory {
 /// Drops the first written page.
 fn forget_page(dirty: &mut Dirty) {
     for runs in &mut dirty.written {
-        if let Some(start) = runs.iter().map(|run| run.start).next() {
-            *runs = runs.difference(&[start..start + PAGE_SIZE as u64]);
+        if let Some(first) = runs.first().map(|run| run.start..run.start + PAGE_SIZE as u64) {
+            *runs = runs.difference(std::slice::from_ref(&first));
             return;
         }
     }
