@@ -190,12 +190,10 @@ pub(super) fn has_vhost(line: &CommandLine) -> bool {
 
 /// Returns the problem of network cards that the host's kernel serves.
 fn vhost_problem(line: &CommandLine, source: &mut Qmp) -> Result<Option<String>, QmpError> {
-    /// A virtio device behind an IOMMU, as QEMU's two syntaxes write it.
-    const BEHIND_IOMMU: [&str; 3] = ["iommu_platform=on", r#""iommu_platform":true"#, r#""iommu_platform":"on""#];
     if !has_vhost(line) {
         return Ok(None);
     }
-    if line.arguments.iter().any(|argument| BEHIND_IOMMU.iter().any(|text| argument.contains(text))) {
+    if line.arguments.iter().any(|argument| is_behind_iommu(argument)) {
         return Ok(Some("/dev/vhost-net behind an IOMMU (<driver iommu='on'/>): not passed on yet".into()));
     }
     // In the pause, the source must be able to report that it has stopped vhost.
@@ -206,6 +204,11 @@ fn vhost_problem(line: &CommandLine, source: &mut Qmp) -> Result<Option<String>,
         }
         Err(e) => Err(e),
     }
+}
+
+/// Returns whether an argument describes a virtio device behind an IOMMU, in the syntaxes that libvirt has used.
+fn is_behind_iommu(argument: &str) -> bool {
+    ["iommu_platform=on", r#""iommu_platform":true"#].iter().any(|text| argument.contains(text))
 }
 
 /// Returns the problems of macvtaps, into which a captured frame cannot be sent again, and of taps with several queues.
@@ -244,4 +247,18 @@ fn passed_listeners<'a>(
         listeners.push(PassedListener { source, destination, spare });
     }
     Ok(listeners)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_behind_an_iommu_is_known_in_both_syntaxes() {
+        let card = r#"{"driver":"virtio-net-pci","netdev":"hostnet0","id":"net0""#;
+        assert!(is_behind_iommu(&format!(r#"{card},"iommu_platform":true}}"#)));
+        assert!(is_behind_iommu("virtio-net-pci,iommu_platform=on,netdev=hostnet0"));
+        assert!(!is_behind_iommu(&format!(r#"{card},"iommu_platform":false}}"#)));
+        assert!(!is_behind_iommu("virtio-net-pci,netdev=hostnet0"));
+    }
 }
