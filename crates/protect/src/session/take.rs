@@ -114,6 +114,8 @@ impl TrackingSession {
             true => Some(self.send_while_running(checkpoint, store_is_empty)?),
             false => None,
         };
+        // After the last collection while the guest runs.
+        self.memory.tracking.prepare()?;
         let run_state = match after_pause {
             AfterPause::Resume => Some(self.target.hold_run_state()?),
             AfterPause::StayStopped => None,
