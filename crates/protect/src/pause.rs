@@ -263,8 +263,8 @@ impl Monitors {
         let after = match kind {
             PauseKind::WithMonitor(after) => after,
             PauseKind::WithoutMonitor => {
-                if let Some(begun) = self.begin_piped()? {
-                    return self.finish_piped(begun, begin, work);
+                if let Some(started) = self.begin_piped()? {
+                    return self.finish_piped(started, begin, work);
                 }
                 AfterPause::Resume
             }
@@ -287,7 +287,7 @@ impl Monitors {
     }
 
     /// Stops the guest by a [`PipedSave`]. `None` if that is not possible; then the guest runs.
-    fn begin_piped(&mut self) -> Result<Option<BegunPause>, PauseError> {
+    fn begin_piped(&mut self) -> Result<Option<StartedPause>, PauseError> {
         let save = match std::mem::replace(&mut self.piped, Piped::Never) {
             Piped::Never => return Ok(None),
             Piped::Open(save) => save,
@@ -307,7 +307,7 @@ impl Monitors {
         write_mark(&self.marks.piped)?;
         let boost = raise_priority(self.process);
         match save.begin(&mut self.control, host_us()) {
-            Ok(save) => Ok(Some(BegunPause { save, seen_host_us: host_us(), boost })),
+            Ok(save) => Ok(Some(StartedPause { save, seen_host_us: host_us(), boost })),
             Err(e) => {
                 drop(boost);
                 remove_mark(&self.marks.piped)?;
@@ -321,14 +321,14 @@ impl Monitors {
         }
     }
 
-    /// Runs the work of a pause that [`Monitors::begin_piped`] has begun, and resumes the guest.
+    /// Runs the work of a pause that [`Monitors::begin_piped`] has started, and resumes the guest.
     fn finish_piped<T, E: From<PauseError>>(
         &mut self,
-        begun: BegunPause,
+        started: StartedPause,
         begin: impl FnOnce(&mut Stopped<'_>) -> Result<(), E>,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
-        let BegunPause { save, seen_host_us, boost } = begun;
+        let StartedPause { save, seen_host_us, boost } = started;
         let mut laps = LapTimer::new();
         let mut stopped = Stopped::by_held_save(&save);
         let worked = begin(&mut stopped).and_then(|()| work(&mut stopped, &mut laps));
@@ -383,8 +383,8 @@ impl Monitors {
     }
 }
 
-/// A pause that a [`PipedSave`] has begun: the guest is stopped.
-struct BegunPause {
+/// A pause that a [`PipedSave`] has started: the guest is stopped.
+struct StartedPause {
     save: HeldSave,
     /// When this process has seen that the guest is stopped, in µs since 1970.
     seen_host_us: u64,
