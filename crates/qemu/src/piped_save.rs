@@ -119,6 +119,10 @@ impl PipedSave {
         if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino) {
             return Err(DeviceStateError::Pipe(io::Error::other("QEMU has another file at the pipe's descriptor")));
         }
+        // Otherwise the first byte does not prove that the guest is stopped.
+        if !matches!((&self.reader).read(&mut [0]), Err(e) if e.kind() == io::ErrorKind::WouldBlock) {
+            return Err(DeviceStateError::Pipe(io::Error::other("QEMU has written to the pipe too early")));
+        }
         qmp.drop_events();
         let arguments = json!({"filename": format!("/proc/self/fd/{}", self.number), "live": false});
         qmp.send(SAVE_DEVICES, arguments, &[])?;
@@ -152,11 +156,15 @@ impl HeldSave {
     fn wait_output(&mut self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
         let deadline = Instant::now() + SAVE_TIMEOUT;
         loop {
-            if self.wait_ready(qmp, deadline)? {
+            let state = self.wait_ready(qmp, deadline)?;
+            if state.contains(PollFlags::IN) {
                 return Ok(());
             }
             if self.take_reply(qmp)? {
                 return Err(self.not_held(0));
+            }
+            if state.contains(PollFlags::HUP) {
+                return Err(DeviceStateError::Pipe(io::ErrorKind::BrokenPipe.into()));
             }
         }
     }
@@ -210,14 +218,15 @@ impl HeldSave {
         Ok(())
     }
 
-    /// Waits for output or a reply. Returns whether there is output.
-    fn wait_ready(&self, qmp: &Qmp, deadline: Instant) -> Result<bool, DeviceStateError> {
+    /// Waits for output or a reply. Returns the state of the pipe.
+    fn wait_ready(&self, qmp: &Qmp, deadline: Instant) -> Result<PollFlags, DeviceStateError> {
+        if Instant::now() > deadline {
+            return Err(QmpError::Timeout { during: SAVE_DEVICES.into(), after: SAVE_TIMEOUT }.into());
+        }
         let mut fds = [PollFd::new(&self.pipe.reader, PollFlags::IN), PollFd::new(qmp, PollFlags::IN)];
         match poll(&mut fds, Some(&POLL_INTERVAL)) {
-            Ok(0) if Instant::now() > deadline => {
-                Err(QmpError::Timeout { during: SAVE_DEVICES.into(), after: SAVE_TIMEOUT }.into())
-            }
-            Ok(_) | Err(Errno::INTR) => Ok(!fds[0].revents().is_empty()),
+            Ok(_) => Ok(fds[0].revents()),
+            Err(Errno::INTR) => Ok(PollFlags::empty()),
             Err(e) => Err(DeviceStateError::Pipe(e.into())),
         }
     }
