@@ -1,6 +1,6 @@
 //! File descriptors of another process: duplicating one, or replacing one by another.
 
-use crate::inject::{Call, Injector, StoppedThread};
+use crate::inject::{Call, InjectError, Injector, StoppedThread};
 use crate::process::Process;
 use rustix::fd::OwnedFd;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
@@ -41,6 +41,14 @@ pub fn move_to(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
         let closed = thread.call(Call::new("close", libc::SYS_close, [from as u64]));
         closed.map(drop).map_err(|e| failed(e.into(), &format!("close descriptor {from}")))
     })
+}
+
+/// Closes descriptor `fd` of the process.
+///
+/// # Errors
+/// [`InjectError`]: the process has no such descriptor, or cannot be traced.
+pub fn close(injector: Injector, fd: RawFd) -> Result<(), InjectError> {
+    injector.call(Call::new("close", libc::SYS_close, [fd as u64])).map(drop)
 }
 
 /// Stops a thread of the process once, and makes it do `work` for each pair.

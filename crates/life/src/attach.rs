@@ -5,18 +5,19 @@
 //! protector was killed.
 
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_kernel::process::Process;
+use rekindle_kernel::sched;
 use rekindle_kernel::userfault::remote::RemoteError;
 use rekindle_memory::tracker;
 use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
 use rekindle_qemu::command::{self, ForeignMachine, ForeignNetwork, Hardware};
+use rekindle_qemu::devices::DeviceStateError;
 use rekindle_qemu::foreign;
 use rekindle_qemu::guest;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
-use rekindle_qemu::{devices, userfaultfd};
+use rekindle_qemu::{devices, piped_save, userfaultfd};
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::{
     Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
@@ -78,6 +79,9 @@ pub enum AttachError {
     /// No system call can be injected into QEMU.
     #[error(transparent)]
     Inject(#[from] InjectError),
+    /// What protectors have left in QEMU cannot be closed.
+    #[error(transparent)]
+    Leftovers(#[from] DeviceStateError),
     /// The guest's memory cannot be tracked.
     #[error(transparent)]
     Right(#[from] RemoteError),
@@ -432,11 +436,18 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
 /// Removes from a QEMU what a protector has left in it: it may have stopped the guest, and put overlays on its disks.
 fn release_qemu(vmm: &Vmm, rundir: &RunDir) -> Result<(), AttachError> {
     // First resume the threads that are blocked in a write to a protected page.
-    tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
+    let injector = Injector::new(vmm.process())?;
+    tracker::close_leftovers(injector)?;
+    if rundir.piped_pause().exists()
+        && let Err(e) = sched::normal(vmm.process())
+    {
+        tracing::debug!("cannot reset the priority of QEMU's threads: {e}");
+    }
     let mut qmp = vmm.connect(GREETING_TIMEOUT).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),
         no_qmp_error => LifeError::Vmm(no_qmp_error).into(),
     })?;
+    piped_save::close_leftovers(&mut qmp, injector)?;
     // Must precede the resume: an earlier detach may have been killed while it merged them.
     let overlays = OverlayDisks::adopt(&mut qmp, rundir, vmm)?;
     if rundir.paused().exists() && run_state(&mut qmp)? == "paused" {

@@ -87,6 +87,10 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
                 victim.resume();
                 thread::sleep(Duration::from_millis(5));
                 peeked += tracker.peek().unwrap().bytes();
+                if round % 2 == 1 {
+                    tracker.prepare().unwrap();
+                    thread::sleep(Duration::from_millis(2));
+                }
                 victim.stop();
                 let dirty = tracker.collect(&mut stopped).unwrap();
                 reported += dirty.bytes();

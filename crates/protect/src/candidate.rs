@@ -6,7 +6,7 @@
 
 use crate::error::CheckpointError;
 use crate::load_pages;
-use crate::pause::{Monitors, PauseError, Paused};
+use crate::pause::{Monitors, PauseError, PauseMarks, Paused};
 use crate::restore::RestoreError;
 use crate::restore::checkpoint::{self, ChosenCheckpoint};
 use crate::restore::load::{self, BoostedDestination, CheckpointSource, EmptyDestination};
@@ -109,7 +109,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     let options = Options { keep: 1, create: true, ..Options::new(target.identity(), "phase") };
     let mut writer = Writer::open(store, &options)?;
     let control = target.vmm().connect(vmm::START_TIMEOUT)?;
-    let mut monitors = Monitors::new(target.process(), control, None, rundir.paused())?;
+    let mut monitors = Monitors::new(target.process(), control, None, PauseMarks::of(rundir))?;
     let ram = GuestRam::of(monitors.control(), target.process())?;
     let pages_for_load = load_pages::locate(monitors.control(), &ram);
     let run_state = target.hold_run_state()?;

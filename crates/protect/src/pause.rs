@@ -6,17 +6,23 @@
 //! ```
 //!
 //! A *staged* command was sent except for its end, so that QEMU only has to receive the end.
+//!
+//! A QEMU that Rekindle did not start has one connection, which may be slow (libvirt). There, [`PipedSave`] does all of a
+//! pause by one command, except for the first pause and for work that needs the monitor.
 
 use crate::event::PauseSteps;
 use rekindle_handover::priority::boost_monitor_and_processors;
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::sched::{self, PriorityBoost};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
 use rekindle_qemu::guest;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::hold::OutputHold;
+use rekindle_qemu::piped_save::{self, HeldSave, PipedSave, SavedInPause};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
 use std::fs;
 use std::io;
@@ -87,9 +93,45 @@ pub(crate) struct Monitors {
     devices: DeviceState,
     /// Set while network output is held.
     hold: Option<OutputHold>,
-    /// A file that exists while this process keeps the guest stopped. If this process is killed, the next process that
-    /// finds the file resumes the guest.
-    mark: PathBuf,
+    piped: Piped,
+    marks: PauseMarks,
+}
+
+/// The files that exist during a pause. If this process is killed, the next process that finds one ends the pause.
+#[derive(Debug)]
+pub(crate) struct PauseMarks {
+    /// This process keeps the guest stopped: it must be resumed.
+    stopped: PathBuf,
+    /// QEMU resumes the guest by itself: only the priority of its threads must be lowered.
+    piped: PathBuf,
+}
+
+impl PauseMarks {
+    pub(crate) fn of(rundir: &RunDir) -> Self {
+        Self { stopped: rundir.paused(), piped: rundir.piped_pause() }
+    }
+}
+
+/// Whether pauses are done by a [`PipedSave`].
+#[derive(Debug)]
+enum Piped {
+    /// Not with this QEMU.
+    Never,
+    /// From the next pause on, if the state of `state_bytes` is large enough.
+    Wanted {
+        injector: Injector,
+        state_bytes: usize,
+    },
+    Open(PipedSave),
+}
+
+/// What the work of a pause needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PauseKind {
+    /// The work sends no command to QEMU. The guest is resumed, also after a failure.
+    WithoutMonitor,
+    /// The work, or a program that it runs, may use a monitor.
+    WithMonitor(AfterPause),
 }
 
 /// Measures the steps of a pause.
@@ -118,20 +160,21 @@ impl Monitors {
         process: Process,
         mut control: Qmp,
         save: Option<Qmp>,
-        mark: PathBuf,
+        marks: PauseMarks,
     ) -> Result<Self, PauseError> {
         let devices = DeviceState::open(&mut control)?;
-        if mark.exists() {
+        if marks.stopped.exists() || marks.piped.exists() {
             // A protector was killed during a pause; QEMU's threads may still have a raised priority.
             if let Err(e) = sched::normal(process) {
                 tracing::debug!("cannot reset the priority of QEMU's threads: {e}");
             }
-            if run_state(&mut control)? == "paused" {
+            if marks.stopped.exists() && run_state(&mut control)? == "paused" {
                 guest::resume(&mut control)?;
             }
-            remove_mark(&mark)?;
+            remove_mark(&marks.stopped)?;
+            remove_mark(&marks.piped)?;
         }
-        Ok(Self { process, control, save, devices, hold: None, mark })
+        Ok(Self { process, control, save, devices, hold: None, piped: Piped::Never, marks })
     }
 
     /// Returns the first connection, for commands that do not stop the guest.
@@ -186,14 +229,29 @@ impl Monitors {
         &mut self,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
-        self.pause_then(AfterPause::Resume, |_| Ok(()), work)
+        self.pause_as(PauseKind::WithMonitor(AfterPause::Resume), |_| Ok(()), work)
     }
 
-    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `after`. `begin` can use the monitor
-    /// before a command is staged on it.
-    pub(crate) fn pause_then<T, E: From<PauseError>>(
+    /// Does pauses by one command where possible, from now on. `state_bytes` is the size of the guest's device state.
+    pub(crate) fn prefer_piped(&mut self, injector: Injector, state_bytes: usize) {
+        if self.save.is_none() {
+            self.piped = Piped::Wanted { injector, state_bytes };
+        }
+    }
+
+    /// Closes in QEMU what a [`PipedSave`] has there.
+    pub(crate) fn close_piped(&mut self) -> Result<(), PauseError> {
+        match std::mem::replace(&mut self.piped, Piped::Never) {
+            Piped::Open(piped) => Ok(piped.close(&mut self.control)?),
+            Piped::Never | Piped::Wanted { .. } => Ok(()),
+        }
+    }
+
+    /// Does the same as [`Monitors::pause`] for another `kind` of pause. `begin` can use the monitor before a command is
+    /// staged on it.
+    pub(crate) fn pause_as<T, E: From<PauseError>>(
         &mut self,
-        after: AfterPause,
+        kind: PauseKind,
         begin: impl FnOnce(&mut Stopped<'_>) -> Result<(), E>,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
@@ -202,20 +260,90 @@ impl Monitors {
         if state != "running" {
             return Err(PauseError::NotRunning { state }.into());
         }
+        let after = match kind {
+            PauseKind::WithMonitor(after) => after,
+            PauseKind::WithoutMonitor => {
+                if let Some(started) = self.begin_piped()? {
+                    return self.finish_piped(started, begin, work);
+                }
+                AfterPause::Resume
+            }
+        };
         guest::stage_stop(&mut self.control).map_err(failed)?;
         if let Some(save) = &mut self.save {
             self.devices.stage(save).map_err(failed)?;
         }
-        fs::write(&self.mark, []).map_err(|source| PauseError::Mark { path: self.mark.clone(), source })?;
+        write_mark(&self.marks.stopped)?;
         let boost = raise_priority(self.process);
         let mut laps = LapTimer::new();
         let pause = self.run_pause(&mut laps, after, begin, work);
         drop(boost);
         // If the guest was not resumed, the mark stays for recovery.
         let EndedPause { result, stopped_host_us, resumed_host_us } = pause?;
-        remove_mark(&self.mark)?;
+        remove_mark(&self.marks.stopped)?;
         let result = result?;
         let devices = self.devices.take().map_err(PauseError::from)?;
+        Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
+    }
+
+    /// Stops the guest by a [`PipedSave`]. `None` if that is not possible; then the guest runs.
+    fn begin_piped(&mut self) -> Result<Option<StartedPause>, PauseError> {
+        let save = match std::mem::replace(&mut self.piped, Piped::Never) {
+            Piped::Never => return Ok(None),
+            Piped::Open(save) => save,
+            Piped::Wanted { injector, state_bytes } => {
+                match PipedSave::open(&mut self.control, injector, state_bytes) {
+                    Ok(Some(save)) => save,
+                    Ok(None) => return Ok(None),
+                    Err(DeviceStateError::Pipe(e)) => {
+                        tracing::debug!("each pause takes three commands: {e}");
+                        return Ok(None);
+                    }
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        };
+        let injector = save.injector();
+        write_mark(&self.marks.piped)?;
+        let boost = raise_priority(self.process);
+        match save.begin(&mut self.control, host_us()) {
+            Ok(save) => Ok(Some(StartedPause { save, seen_host_us: host_us(), boost })),
+            Err(e) => {
+                drop(boost);
+                remove_mark(&self.marks.piped)?;
+                if let DeviceStateError::Qmp(QmpError::Refused { .. }) = e {
+                    tracing::debug!("each pause takes three commands: {e}");
+                    piped_save::close_leftovers(&mut self.control, injector)?;
+                    return Ok(None);
+                }
+                Err(e.into())
+            }
+        }
+    }
+
+    /// Runs the work of a pause that [`Monitors::begin_piped`] has started, and resumes the guest.
+    fn finish_piped<T, E: From<PauseError>>(
+        &mut self,
+        started: StartedPause,
+        begin: impl FnOnce(&mut Stopped<'_>) -> Result<(), E>,
+        work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
+    ) -> Result<Paused<T>, E> {
+        let StartedPause { save, seen_host_us, boost } = started;
+        let mut laps = LapTimer::new();
+        let mut stopped = Stopped::by_held_save(&save);
+        let worked = begin(&mut stopped).and_then(|()| work(&mut stopped, &mut laps));
+        let read_host_us = host_us();
+        let saved = save.finish(&mut self.control);
+        drop(boost);
+        remove_mark(&self.marks.piped)?;
+        let (save, saved) = saved.map_err(PauseError::from)?;
+        self.piped = Piped::Open(save);
+        let result = worked?;
+        let Some(SavedInPause { devices, stopped_host_us, resumed_host_us }) = saved else {
+            return Err(PauseError::NotRunning { state: "paused".into() }.into());
+        };
+        laps.steps.stop = seen_host_us.saturating_sub(stopped_host_us);
+        laps.steps.devices = resumed_host_us.saturating_sub(read_host_us);
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
@@ -253,6 +381,14 @@ impl Monitors {
         }
         Ok(EndedPause { result, stopped_host_us, resumed_host_us })
     }
+}
+
+/// A pause that a [`PipedSave`] has started: the guest is stopped.
+struct StartedPause {
+    save: HeldSave,
+    /// When this process has seen that the guest is stopped, in µs since 1970.
+    seen_host_us: u64,
+    boost: PriorityBoost,
 }
 
 /// A pause that has ended as it should; its work may have failed.
@@ -302,6 +438,10 @@ impl DeviceSaver<'_> {
         laps.steps.cut = laps.lap();
         Ok(())
     }
+}
+
+fn write_mark(mark: &Path) -> Result<(), PauseError> {
+    fs::write(mark, []).map_err(|source| PauseError::Mark { path: mark.to_owned(), source })
 }
 
 fn remove_mark(mark: &Path) -> Result<(), PauseError> {

@@ -8,7 +8,7 @@ use crate::incoming::MAX_DEVICE_STATE_BYTES;
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::{self, StreamError};
 use rekindle_kernel::process::Process;
-use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom, memfd_create, open, seek};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -31,6 +31,13 @@ pub enum DeviceStateError {
     Qmp(#[from] QmpError),
     #[error("cannot take the device state into memory")]
     Memory(#[source] io::Error),
+    #[error("cannot take the device state through a pipe")]
+    Pipe(#[source] io::Error),
+    #[error(
+        "QEMU has saved {saved} bytes of device state, which fit into the pipe of {capacity} bytes: the guest may have run \
+         before the pipe was read"
+    )]
+    NotHeld { saved: usize, capacity: usize },
     /// QEMU's output is not a valid device state.
     #[error(transparent)]
     Stream(#[from] StreamError),
@@ -49,10 +56,19 @@ pub struct DeviceState {
 }
 
 /// Text by which our descriptors are recognized among those that QEMU received from others.
-const DESCRIPTOR_LABEL: &str = "rekindle-devices";
+pub(crate) const DESCRIPTOR_LABEL: &str = "rekindle-devices";
 /// First number of our descriptor sets, far from those that QEMU and libvirt choose. The process number is added, so
 /// each process has one set. QEMU requires 31 bits.
 const FIRST_SET: u64 = 0x7265_0000;
+
+/// QEMU's reply to `add-fd`.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct AddedDescriptor {
+    pub(crate) fdset_id: u64,
+    /// Number of the descriptor in QEMU.
+    pub(crate) fd: RawFd,
+}
 
 /// Descriptor sets to remove.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,11 +122,6 @@ impl DeviceState {
         struct Command {
             name: String,
         }
-        #[derive(Deserialize)]
-        #[serde(rename_all = "kebab-case")]
-        struct AddedDescriptor {
-            fdset_id: u64,
-        }
         let commands: Vec<Command> = qmp.execute("query-commands", ())?;
         if !commands.iter().any(|command| command.name == SAVE_DEVICES) {
             return Err(DeviceStateError::NoCommand { version: qmp.version().to_string() });
@@ -122,7 +133,7 @@ impl DeviceState {
         let writer = open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
         remove_descriptor_sets(qmp, DescriptorSets::Unused)?;
         let set = json!({"fdset-id": FIRST_SET + u64::from(std::process::id()), "opaque": DESCRIPTOR_LABEL});
-        let AddedDescriptor { fdset_id } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
+        let AddedDescriptor { fdset_id, .. } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
         Ok(Self { writer, memory: memory.into(), set: fdset_id, releases_disks: false })
     }
 

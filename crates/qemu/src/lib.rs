@@ -64,6 +64,7 @@ pub mod libvirt;
 pub mod monitor;
 pub mod options;
 pub mod outdated;
+pub mod piped_save;
 pub mod program;
 pub mod qmp;
 pub mod ramblock;

@@ -5,12 +5,13 @@
 //! libvirt: a call without an answer blocks the thread, and [`Qmp`] has a limit for each reply.
 //!
 //! libvirt reports QEMU's events, too, but not before the reply to the command that caused them. Only two are passed
-//! on. `STOP` has the time at which `stop` was sent: nothing waits for the event while the guest is stopped. `RESUME`
-//! is QEMU's. Therefore a measured pause is never shorter than the actual one.
+//! on, with QEMU's times, except for the `STOP` of a `stop`: it has the time at which `stop` was sent, because nothing waits
+//! for the event while the guest is stopped. Therefore a measured pause is never shorter than the actual one.
 //!
 //! The relay belongs to one *instance* of the domain: the QEMU that ran when it was opened. If the domain is destroyed and
 //! started again, commands fail instead of reaching the new QEMU.
 
+use crate::devices::SAVE_DEVICES;
 use crate::qmp::{LIBVIRT_ERROR_CLASS, Qmp, QmpError};
 use rekindle_kernel::libvirt_client::{Connection, Domain, LibvirtError, MonitorEvent, Subscription};
 use rekindle_kernel::process::Process;
@@ -227,7 +228,9 @@ impl Relay {
                 _ => {}
             }
         }
-        if name == "stop" {
+        // Outside of a pause, it stops and resumes the guest: `piped_save`.
+        let is_pause = name == SAVE_DEVICES && self.stop_sent.is_none();
+        if name == "stop" || is_pause {
             // Only what happens from now on matters, and its events need room.
             while self.open.events.try_recv().is_ok() {}
         }
@@ -249,6 +252,11 @@ impl Relay {
                 Ok(time) => vec![event_line("RESUME", time), reply],
                 Err(message) => vec![error_line(&message)],
             },
+            _ if is_pause => {
+                let mut lines = pause_events(&self.open.events, sent);
+                lines.push(reply);
+                lines
+            }
             _ => vec![reply],
         }
     }
@@ -256,6 +264,22 @@ impl Relay {
 
 const RESUMED_BY_ANOTHER: &str =
     "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
+
+/// Returns the lines of the events since `sent`, until the first `RESUME`. They have QEMU's times.
+fn pause_events(events: &Receiver<MonitorEvent>, sent: Duration) -> Vec<String> {
+    let deadline = Instant::now() + EVENT_TIMEOUT;
+    let mut lines = Vec::new();
+    while let Ok(event) = events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        // Events have microseconds.
+        if event.time.as_micros() >= sent.as_micros() {
+            lines.push(event_line(&event.name, event.time));
+            if event.name == "RESUME" {
+                break;
+            }
+        }
+    }
+    lines
+}
 
 /// Returns the time of the first `RESUME` since `stop_sent`.
 ///

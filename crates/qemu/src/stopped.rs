@@ -6,6 +6,7 @@
 //! every write requires a [`Stopped`].
 
 use crate::guest;
+use crate::piped_save::HeldSave;
 use crate::qmp::{Qmp, QmpError};
 use serde::Deserialize;
 
@@ -72,12 +73,17 @@ impl<'q> Stopped<'q> {
         Ok((Self { qmp: Some(qmp) }, stopped_host_us))
     }
 
+    /// The guest of a save that waits. QEMU answers no command meanwhile.
+    pub fn by_held_save(_save: &'q HeldSave) -> Self {
+        Self { qmp: None }
+    }
+
     /// Makes a proof without a QEMU: the caller guarantees that nothing writes the memory, which is not a QEMU's.
     pub fn vouched() -> Stopped<'static> {
         Stopped { qmp: None }
     }
 
-    /// Returns the connection, for commands that do not resume the guest.
+    /// Returns the connection, for commands that do not resume the guest; none if QEMU answers no commands.
     pub fn qmp(&mut self) -> Option<&mut Qmp> {
         self.qmp.as_deref_mut()
     }

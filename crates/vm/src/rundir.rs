@@ -118,6 +118,13 @@ impl RunDir {
         self.file("paused")
     }
 
+    /// Returns the file that exists while QEMU keeps its guest stopped for a checkpoint, and resumes it by itself. If it
+    /// exists and no process is in that pause, QEMU's threads may have a raised priority.
+    #[must_use]
+    pub fn piped_pause(&self) -> PathBuf {
+        self.file("piped-pause")
+    }
+
     /// Returns the lock file of `rekindle watch`, which restarts helpers and reboots a guest that has reset itself or
     /// panicked.
     #[must_use]

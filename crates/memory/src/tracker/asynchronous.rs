@@ -1,6 +1,6 @@
 //! Tracking by asynchronous write protection: the kernel itself removes the protection of a page at the first write.
 
-use super::registered::{ASYNCHRONOUS, Registered, leftovers};
+use super::registered::{ASYNCHRONOUS, EarlierHoles, Registered, leftovers};
 use super::{Dirty, TrackError, Tracker, UndrainedDirty};
 use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
@@ -17,6 +17,8 @@ use std::sync::Arc;
 pub struct Asynchronous {
     registered: Registered,
     ram: Arc<GuestRam>,
+    /// Found by [`Tracker::prepare`]; empty after a collection.
+    earlier_holes: EarlierHoles,
 }
 
 impl Asynchronous {
@@ -34,7 +36,7 @@ impl Asynchronous {
         device: Option<RawFd>,
     ) -> Result<Self, TrackError> {
         let registered = Registered::attach(injector, &ram, ASYNCHRONOUS, device)?;
-        let tracker = Self { registered, ram };
+        let tracker = Self { registered, ram, earlier_holes: EarlierHoles::new() };
         match tracker.registered.arm().and_then(|()| tracker.registered.prove()) {
             Ok(()) => Ok(tracker),
             Err(e) => tracker.detach().and(Err(e)),
@@ -52,7 +54,7 @@ impl Asynchronous {
         device: Option<RawFd>,
     ) -> Result<(Self, UndrainedDirty), TrackError> {
         let registered = Registered::attach(injector, &ram, ASYNCHRONOUS, device)?;
-        let tracker = Self { registered, ram };
+        let tracker = Self { registered, ram, earlier_holes: EarlierHoles::new() };
         // Pages that are populated later than this are also written later than the protection, and so recorded.
         match tracker.registered.arm().and_then(|()| Ok(Dirty::everything(&tracker.ram)?)) {
             Ok(everything) => Ok((tracker, UndrainedDirty::new(everything))),
@@ -65,6 +67,7 @@ impl Asynchronous {
     /// # Errors
     /// As for [`Tracker::collect`].
     pub fn collect_running(&mut self) -> Result<UndrainedDirty, TrackError> {
+        self.earlier_holes.clear();
         let mut written = self.registered.written(Rearm::Yes)?;
         let given_back = self.registered.given_back()?;
         for ((area, given_back), written) in self.registered.areas.iter().zip(&given_back).zip(&mut written) {
@@ -73,7 +76,7 @@ impl Asynchronous {
             *written = written.union(given_back);
         }
         let known_zero = vec![PageRuns::new(); written.len()];
-        self.registered.dirty(&self.ram, written, known_zero).map(UndrainedDirty::new)
+        self.registered.dirty(&self.ram, written, known_zero, EarlierHoles::new()).map(UndrainedDirty::new)
     }
 
     /// Tests that writes are recorded: writes one byte of each block, unchanged. The page of that byte counts as
@@ -111,7 +114,7 @@ impl Asynchronous {
             Err(e) => return Err(e),
         }
         registered.prove()?;
-        Ok(Some(Self { registered, ram }))
+        Ok(Some(Self { registered, ram, earlier_holes: EarlierHoles::new() }))
     }
 }
 
@@ -123,16 +126,22 @@ impl Tracker for Asynchronous {
         Ok(Dirty { zero: vec![PageRuns::new(); written.len()], written })
     }
 
+    fn prepare(&mut self) -> Result<(), TrackError> {
+        self.earlier_holes = self.registered.earlier_holes(&self.ram)?;
+        Ok(())
+    }
+
     fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
         let written = self.registered.written(Rearm::Yes)?;
         let given_back = self.registered.given_back()?;
         for (area, runs) in self.registered.areas.iter().zip(&given_back) {
             self.registered.protect(area, runs, true)?;
         }
-        self.registered.dirty(&self.ram, written, given_back)
+        self.registered.dirty(&self.ram, written, given_back, std::mem::take(&mut self.earlier_holes))
     }
 
     fn adjust(&mut self, ram: Arc<GuestRam>, _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
+        self.earlier_holes.clear();
         self.registered.adjust(&ram)?;
         self.ram = ram;
         Ok(())

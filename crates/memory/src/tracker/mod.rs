@@ -38,6 +38,7 @@
 //! One case is missed: a page of a shared file that was given back and then only *read*, or whose first write had just
 //! started when the guest was stopped. Such a page is zero, but counts as unchanged. That is correct for the guest:
 //! when it gives a page back, it states that it does not need the content, and that it may find the content unchanged.
+//! For the same reason the holes may be looked up before the guest is stopped ([`Tracker::prepare`]).
 
 mod asynchronous;
 mod filling;
@@ -174,6 +175,15 @@ pub trait Tracker {
     /// # Errors
     /// [`TrackError::Scan`], also when the protection was removed.
     fn peek(&mut self) -> Result<Dirty, TrackError>;
+
+    /// Does that part of the next [`Tracker::collect`] which can be done while the guest runs. Memory that the guest gives
+    /// back after this may be reported by the collection after the next one.
+    ///
+    /// # Errors
+    /// [`TrackError`]. The record is unchanged.
+    fn prepare(&mut self) -> Result<(), TrackError> {
+        Ok(())
+    }
 
     /// Returns the pages written since the last call, and resets the record.
     ///

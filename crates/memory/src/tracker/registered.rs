@@ -95,6 +95,10 @@ struct Holes {
     unknown: PageRuns,
 }
 
+/// The holes of shared blocks that were found while the guest ran, as offsets in each block, after the last collection.
+/// `None` for a block whose holes must be found when the guest is stopped.
+pub(super) type EarlierHoles = Vec<Option<PageRuns>>;
+
 /// A userfaultfd and the blocks that are registered with it.
 #[derive(Debug)]
 pub(super) struct Registered {
@@ -220,19 +224,41 @@ impl Registered {
         Ok(Holes { zero, unknown: PageRuns::new() })
     }
 
+    /// Finds the holes of the shared blocks while the guest runs, which may take milliseconds.
+    pub(super) fn earlier_holes(&self, ram: &GuestRam) -> Result<EarlierHoles, TrackError> {
+        if !ram.may_shrink() {
+            return Ok(EarlierHoles::new());
+        }
+        let areas = self.areas.iter().zip(ram.blocks());
+        areas
+            .map(|(area, block)| match area.page_bytes > PAGE_BYTES {
+                true => Ok(None),
+                false => Ok(Some(self.holes(area, block)?.zero)),
+            })
+            .collect()
+    }
+
     /// Combines written pages and pages given back (addresses) with the holes of the files. The result is in offsets.
     pub(super) fn dirty(
         &self,
         ram: &GuestRam,
         written: Vec<PageRuns>,
         given_back: Vec<PageRuns>,
+        earlier_holes: EarlierHoles,
     ) -> Result<Dirty, TrackError> {
         let mut dirty = Dirty::default();
         let records = written.into_iter().zip(given_back);
+        let mut earlier_holes = earlier_holes.into_iter();
         for ((area, block), (written, given_back)) in self.areas.iter().zip(ram.blocks()).zip(records) {
-            let holes = if ram.may_shrink() { self.holes(area, block)? } else { Holes::default() };
+            let written = area.offsets(written);
+            let holes = match earlier_holes.next().flatten() {
+                // A page that was written since then is among the written ones.
+                Some(zero) => Holes { zero: zero.difference(&written), unknown: PageRuns::new() },
+                None if ram.may_shrink() => self.holes(area, block)?,
+                None => Holes::default(),
+            };
             let zero = area.offsets(given_back).union(&holes.zero);
-            let written = area.offsets(written).union(&holes.unknown);
+            let written = written.union(&holes.unknown);
             // Pages that are known to be zero need not be read.
             dirty.written.push(written.difference(&zero));
             dirty.zero.push(zero);

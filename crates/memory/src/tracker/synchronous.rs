@@ -5,7 +5,7 @@
 //! proceeds, and the page is in the record of the next checkpoint. A second write to the page does not fault.
 
 use super::flight::{Flight, WriteAction};
-use super::registered::{Area, Registered, SYNCHRONOUS, TestByte};
+use super::registered::{Area, EarlierHoles, Registered, SYNCHRONOUS, TestByte};
 use super::{Dirty, TrackError, Tracker};
 use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
@@ -322,7 +322,7 @@ impl Tracker for Synchronous {
         for (area, (written, given_back)) in registered.areas.iter().zip(written.iter().zip(&given_back)) {
             registered.protect(area, &written.union(given_back).bridged(MAX_BRIDGED_GAP_BYTES), true)?;
         }
-        registered.dirty(&self.ram(), written, given_back)
+        registered.dirty(&self.ram(), written, given_back, EarlierHoles::new())
     }
 
     fn adjust(&mut self, ram: Arc<GuestRam>, _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {

@@ -20,7 +20,7 @@ use crate::epochs::{self, DiskEpoch, EpochDisks};
 use crate::error::CheckpointError;
 use crate::event::CheckpointReport;
 use crate::load_pages::{self, LoadPageList};
-use crate::pause::{AfterPause, Monitors, Paused};
+use crate::pause::{AfterPause, Monitors, PauseMarks, Paused};
 use crate::plan::{AttachedDevices, ProtectionPlan};
 use crate::policy::Policy;
 use crate::recipe::{self, Recipe};
@@ -84,7 +84,7 @@ impl TrackingSession {
     ) -> Result<Self, CheckpointError> {
         let ProtectionPlan { policy, disk_hook, control, returns_memory, attached, overlays } = plan;
         let save = target.vmm().connect_for_saves(GREETING_TIMEOUT)?;
-        let mut monitors = Monitors::new(target.process(), control, save, target.rundir().paused())?;
+        let mut monitors = Monitors::new(target.process(), control, save, PauseMarks::of(target.rundir()))?;
         let ram = GuestRam::of(monitors.control(), target.process())?;
         let ram = Arc::new(if returns_memory { ram } else { ram.never_shrinking() });
         let injector = Injector::new(target.process())?;
@@ -102,7 +102,9 @@ impl TrackingSession {
             Ok::<_, CheckpointError>(started)
         });
         userfaultfd::take_back(monitors.control())?;
-        let memory = TrackedMemory::new(ram, paused?.result, disk_servers)?;
+        let paused = paused?;
+        monitors.prefer_piped(injector, paused.devices.len());
+        let memory = TrackedMemory::new(ram, paused.result, disk_servers)?;
         let pager_record = match initial {
             InitialTracking::Filling { record, .. } => Some(record),
             InitialTracking::Fresh | InitialTracking::Continue => None,
@@ -344,6 +346,7 @@ impl TrackingSession {
     /// Removes all traces of the tracking from QEMU.
     pub(crate) fn detach(mut self) -> Result<(), CheckpointError> {
         self.memory.detach()?;
+        self.monitors.close_piped()?;
         Ok(remove_descriptor_sets(self.monitors.control(), DescriptorSets::Unused)?)
     }
 }

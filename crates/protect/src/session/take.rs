@@ -11,7 +11,7 @@ use super::tracking::Tracking;
 use super::{TrackingSession, cow};
 use crate::epochs::DiskEpoch;
 use crate::error::CheckpointError;
-use crate::pause::{AfterPause, Paused};
+use crate::pause::{AfterPause, PauseKind, Paused};
 use crate::policy::Policy;
 use crate::runs::{BlockRuns, read, runs_of_block, send, send_zeroes};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
@@ -114,6 +114,8 @@ impl TrackingSession {
             true => Some(self.send_while_running(checkpoint, store_is_empty)?),
             false => None,
         };
+        // After the last collection while the guest runs.
+        self.memory.tracking.prepare()?;
         let run_state = match after_pause {
             AfterPause::Resume => Some(self.target.hold_run_state()?),
             AfterPause::StayStopped => None,
@@ -121,13 +123,19 @@ impl TrackingSession {
         let (number, mut disks) = (checkpoint.number(), Vec::new());
         let collect_options = CollectOptions { were_sent: sent_bytes.is_some(), end_pager };
         let mut overlays = Vec::new();
+        let has_overlays = self.overlays.is_some();
         let mark_overlays = |stopped: &mut Stopped<'_>| {
             if let Some(disks) = &mut self.overlays {
                 overlays = disks.mark(stopped)?;
             }
             Ok(())
         };
-        let paused = self.monitors.pause_then(after_pause, mark_overlays, |stopped, laps| {
+        // The user's command may use libvirt or another monitor.
+        let kind = match after_pause {
+            AfterPause::Resume if !has_overlays && self.disk_hook.is_none() => PauseKind::WithoutMonitor,
+            after => PauseKind::WithMonitor(after),
+        };
+        let paused = self.monitors.pause_as(kind, mark_overlays, |stopped, laps| {
             disks = self.epochs.mark()?;
             if let Some(command) = &self.disk_hook {
                 run_disk_hook(command, self.target.name(), number)?;

@@ -90,6 +90,14 @@ impl Tracking {
         Ok(StartedTracking { tracking: Self::Asynchronous(tracker), is_incremental: false })
     }
 
+    /// Does what the next [`Tracking::collect`] need not do while the guest is stopped.
+    pub fn prepare(&mut self) -> Result<(), TrackError> {
+        match self {
+            Self::Asynchronous(tracker) => tracker.prepare(),
+            Self::Filling(_) | Self::Synchronous { .. } => Ok(()),
+        }
+    }
+
     /// Returns the pages written since the last call, and resets the record.
     pub fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
         match self {
