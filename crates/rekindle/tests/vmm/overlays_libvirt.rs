@@ -262,10 +262,15 @@ fn users_of_libvirt_cannot_change_what_a_checkpoint_needs() {
     attached.assert_rejected("blockcommit", &["vda", "--active", "--pivot", "--wait"], denied);
     attached.virsh("blockcommit", &["vda", "--active", "--shallow", "--pivot", "--wait"]).unwrap();
     protector.next_checkpoint();
-    // A backup of a user.
+    // A backup of a user. Without a file, libvirt puts it next to the overlay.
+    let backup = format!(
+        "<domainbackup><disks><disk name='vda' type='file'><target file='{IMAGES}/vda.backup'/></disk>
+         <disk name='vdb' backup='no'/></disks></domainbackup>"
+    );
+    fs::write("/run/backup.xml", backup).unwrap();
     let mut is_started = Err(String::new());
     wait_for("a moment without a job", DEADLINE, || {
-        is_started = attached.virsh("backup-begin", &[]);
+        is_started = attached.virsh("backup-begin", &["/run/backup.xml"]);
         is_started.is_ok().then_some(())
     });
     protector.next_checkpoint();
