@@ -316,6 +316,10 @@ impl OverlayDisk {
         match step {
             OverlayStep::AwaitMerge { up_to } => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT),
             OverlayStep::RecordMerged { up_to } => {
+                // libvirt dismisses its job, so there may have been none to wait for.
+                if self.libvirt.is_some() {
+                    self.pass("overlay.merge.merged");
+                }
                 // A merge makes the image read-only again, unless a flush of it has failed.
                 let chain = self.chain_now(qmp)?;
                 if !BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
@@ -402,9 +406,9 @@ impl OverlayDisk {
             None => {
                 let chain = self.chain_now(qmp)?;
                 overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?;
+                self.pass("overlay.merge.merged");
             }
         }
-        self.pass("overlay.merge.merged");
         Ok(())
     }
 
