@@ -88,7 +88,7 @@ impl<'a> Attached<'a> {
         })
     }
 
-    /// Asserts that both disks are on their images, which anyone may write again, and that no overlay is left.
+    /// Asserts that both disks are on their images, which have their permissions again, and that no overlay is left.
     #[track_caller]
     fn assert_on_images(&self, context: &str) {
         for target in ["vda", "vdb"] {
