@@ -171,6 +171,8 @@ fn memory_and_disks_of_a_restored_domain_agree() {
         wait_filled(guest);
         if attempt == 3 {
             crash(guest);
+            // The guest has continued without the domain, whose newest disk is discarded.
+            attached.assert_rejected("start", &[], "Permission denied");
         }
     }
     // It is Rekindle's now.
@@ -449,6 +451,13 @@ fn a_domain_that_libvirt_starts_again_has_its_newest_disk_and_blocks_a_restore()
     }
     attached.assert_on_images("merged by hand");
     assert_both_agree(guest, &newest, "merged by hand");
+    // Its QEMU was given the overlays by its command line.
+    lab.rekindle(again).status(1).prints(&["the command line gives it"]);
+    guest.rekindle(&["detach"]).ok();
+    attached.virsh("destroy", &[]).unwrap();
+    attached.virsh("start", &[]).unwrap();
+    wait_for("the guest", DEADLINE, || guest.is_up().then_some(()));
+    attached.attach();
     protect(&lab, "dom", Path::new(store), &protected);
     attached.detach("protected again");
     assert_both_agree(guest, &newest, "protected again");

@@ -132,7 +132,8 @@ impl LibvirtDisk {
         directory: &OverlayDirectory<LocalFiles>,
         image_mode: u32,
     ) -> Result<(), OverlayDisksError> {
-        remove_fence(directory, &self.image, image_mode)
+        directory.epochs()?.into_iter().try_for_each(|epoch| fence::open(&directory.path_of(epoch)))?;
+        fence::remove(&self.image, image_mode)
     }
 
     /// Starts to merge the overlays up to `up_to`. The image can be written by others only until this returns: QEMU has
@@ -206,16 +207,6 @@ impl LibvirtDisk {
             }
         }
     }
-}
-
-/// Removes the fence of an image and all of its overlays.
-pub(super) fn remove_fence(
-    directory: &OverlayDirectory<LocalFiles>,
-    image: &Path,
-    image_mode: u32,
-) -> Result<(), OverlayDisksError> {
-    directory.epochs()?.into_iter().try_for_each(|epoch| fence::open(&directory.path_of(epoch)))?;
-    fence::remove(image, image_mode)
 }
 
 /// Removes the nodes of overlays from a QEMU that has them from Rekindle; libvirt removes those of its own.

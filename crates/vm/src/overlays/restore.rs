@@ -12,7 +12,7 @@
 //! checkpoint is committed.
 
 use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
-use super::{OverlayDisksError, OverlayEpoch, fence, libvirt, overlay_name};
+use super::{OverlayDisksError, OverlayEpoch, fence, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
@@ -92,9 +92,13 @@ impl RestoredOverlays {
                 state.restart_at(epoch, fresh, owner.clone());
                 state.fence = state.fence.map(|fence| OverlayFence { is_in_force: false, ..fence });
             })?;
-            // The restored guest's QEMU merges into them. A repeated restore does not need the fence.
+            // The restored guest's QEMU merges into the image. libvirt must not start the domain on a discarded overlay.
             if let Some(OverlayFence { image_mode, .. }) = disk.directory.state().fence {
-                libvirt::remove_fence(&disk.directory, &disk.at.image, image_mode)?;
+                let discarded = disk.directory.epochs()?.into_iter().filter(|found| *found > epoch && *found != fresh);
+                for epoch in discarded {
+                    fence::close(&disk.directory.path_of(epoch))?;
+                }
+                fence::remove(&disk.at.image, image_mode)?;
             }
         }
         fault::point("overlay.restore.recorded", None, Some(vmm));
