@@ -9,7 +9,7 @@
 
 use libloading::Library;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_ulong, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -82,6 +82,34 @@ struct Functions {
     ) -> c_int,
     deregister_events: unsafe extern "C" fn(Object, c_int) -> c_int,
     run_event_loop_once: unsafe extern "C" fn() -> c_int,
+    domain_xml: unsafe extern "C" fn(Object, c_uint) -> *mut c_char,
+    create_snapshot: unsafe extern "C" fn(Object, *const c_char, c_uint) -> Object,
+    free_snapshot: unsafe extern "C" fn(Object) -> c_int,
+    block_commit: unsafe extern "C" fn(Object, *const c_char, *const c_char, *const c_char, c_ulong, c_uint) -> c_int,
+    abort_block_job: unsafe extern "C" fn(Object, *const c_char, c_uint) -> c_int,
+}
+
+// libvirt's flags, which it does not change.
+const XML_INACTIVE: c_uint = 1 << 1;
+const SNAPSHOT_NO_METADATA: c_uint = 1 << 2;
+const SNAPSHOT_DISK_ONLY: c_uint = 1 << 4;
+const SNAPSHOT_REUSE_FILES: c_uint = 1 << 5;
+const SNAPSHOT_ATOMIC: c_uint = 1 << 7;
+const COMMIT_ACTIVE: c_uint = 1 << 2;
+const COMMIT_BANDWIDTH_BYTES: c_uint = 1 << 4;
+const ABORT_PIVOT: c_uint = 1 << 1;
+
+/// What libvirt copies from a disk's overlays into a disk below them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockCommit {
+    /// libvirt's name of the disk, such as `vda`.
+    pub disk: String,
+    /// The file that is written.
+    pub base: String,
+    /// The newest overlay that is copied; none: all of them, also the one that the guest writes to.
+    pub top: Option<String>,
+    /// Bytes per second, 0 for no limit.
+    pub speed: u64,
 }
 
 /// Returns the functions. The first call loads the libraries and starts libvirt's event loop.
@@ -132,6 +160,11 @@ fn load() -> Result<Functions, libloading::Error> {
             register_events: *qemu.get(b"virConnectDomainQemuMonitorEventRegister\0")?,
             deregister_events: *qemu.get(b"virConnectDomainQemuMonitorEventDeregister\0")?,
             run_event_loop_once: *base.get(b"virEventRunDefaultImpl\0")?,
+            domain_xml: *base.get(b"virDomainGetXMLDesc\0")?,
+            create_snapshot: *base.get(b"virDomainSnapshotCreateXML\0")?,
+            free_snapshot: *base.get(b"virDomainSnapshotFree\0")?,
+            block_commit: *base.get(b"virDomainBlockCommit\0")?,
+            abort_block_job: *base.get(b"virDomainBlockJobAbort\0")?,
         };
         let initialize = *base.get::<unsafe extern "C" fn() -> c_int>(b"virInitialize\0")?;
         let register_event_loop = *base.get::<unsafe extern "C" fn() -> c_int>(b"virEventRegisterDefaultImpl\0")?;
@@ -294,6 +327,73 @@ impl Domain {
         }
     }
 
+    /// Returns the domain's XML: of the running domain, or (`is_inactive`) the one with which it is started next time.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn xml(&self, is_inactive: bool) -> Result<String, LibvirtError> {
+        let functions = self.connection.functions;
+        let flags = if is_inactive { XML_INACTIVE } else { 0 };
+        // SAFETY: the domain lives until after the call. The result is null or a string that the caller owns, allocated by
+        // `malloc`.
+        unsafe {
+            let text = (functions.domain_xml)(self.pointer.as_ptr(), flags);
+            if text.is_null() {
+                return Err(functions.last_error());
+            }
+            let xml = CStr::from_ptr(text).to_string_lossy().into_owned();
+            libc::free(text.cast());
+            Ok(xml)
+        }
+    }
+
+    /// Puts overlays on disks as `xml`, a `<domainsnapshot>`, lists them: on all, or on none. The files exist. libvirt
+    /// keeps no record of a snapshot.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn put_overlays(&self, xml: &str) -> Result<(), LibvirtError> {
+        let functions = self.connection.functions;
+        let xml = c_string(xml)?;
+        let flags = SNAPSHOT_DISK_ONLY | SNAPSHOT_NO_METADATA | SNAPSHOT_REUSE_FILES | SNAPSHOT_ATOMIC;
+        // SAFETY: domain and string live until after the call. The snapshot has a reference, which is given back.
+        unsafe {
+            let snapshot = (functions.create_snapshot)(self.pointer.as_ptr(), xml.as_ptr(), flags);
+            (functions.free_snapshot)(functions.object(snapshot)?.as_ptr());
+        }
+        Ok(())
+    }
+
+    /// Starts to merge overlays.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`], also if another block job uses the disk.
+    pub fn start_commit(&self, commit: &BlockCommit) -> Result<(), LibvirtError> {
+        let functions = self.connection.functions;
+        let (disk, base) = (c_string(&commit.disk)?, c_string(&commit.base)?);
+        let top = commit.top.as_deref().map(c_string).transpose()?;
+        let top_pointer = top.as_ref().map_or(ptr::null(), |top| top.as_ptr());
+        let flags = COMMIT_BANDWIDTH_BYTES | if top.is_none() { COMMIT_ACTIVE } else { 0 };
+        let (domain, speed) = (self.pointer.as_ptr(), c_ulong::try_from(commit.speed).unwrap_or(c_ulong::MAX));
+        // SAFETY: domain and strings live until after the call.
+        let status =
+            unsafe { (functions.block_commit)(domain, disk.as_ptr(), base.as_ptr(), top_pointer, speed, flags) };
+        if status < 0 { Err(functions.last_error()) } else { Ok(()) }
+    }
+
+    /// Ends the block job of a disk, and waits for that. `is_pivoted`: the disk is on the file that the job has written.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`], also if there is no job.
+    pub fn end_block_job(&self, disk: &str, is_pivoted: bool) -> Result<(), LibvirtError> {
+        let functions = self.connection.functions;
+        let disk = c_string(disk)?;
+        let flags = if is_pivoted { ABORT_PIVOT } else { 0 };
+        // SAFETY: domain and string live until after the call.
+        let status = unsafe { (functions.abort_block_job)(self.pointer.as_ptr(), disk.as_ptr(), flags) };
+        if status < 0 { Err(functions.last_error()) } else { Ok(()) }
+    }
+
     /// Sends the events of the domain's QEMU with one of the names `names` to `events`, until the result is dropped.
     /// Events for which `events` has no room are dropped.
     ///
@@ -419,6 +519,11 @@ mod tests {
             assert_eq!(domain.uuid().unwrap(), "6695eb01-f6a4-8304-79aa-97f2502e193f");
             let e = domain.monitor("{}", &[]).unwrap_err();
             assert!(e.to_string().contains("not supported by the connection driver"), "{name}: {e}");
+            assert!(domain.xml(true).unwrap().contains("<name>test</name>"));
+            let commit = BlockCommit { disk: "vda".into(), base: "/base".into(), top: None, speed: 0 };
+            domain.start_commit(&commit).unwrap_err();
+            domain.end_block_job("vda", true).unwrap_err();
+            domain.put_overlays("<domainsnapshot").unwrap_err();
         }
         let e = connection.lookup("it's none").err().unwrap();
         assert!(e.to_string().contains("Domain not found"), "{e}");

@@ -5,11 +5,13 @@
 //! | [`status_file`] | the daemon's record of a running domain |
 //! | [`vnc_password`] | the password of a domain's VNC server |
 //! | [`domains`] | all running domains |
+//! | [`disks`] | the disks in a domain's XML |
 //! | [`daemon`] | finds, stops and starts the daemon |
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
 pub mod daemon;
+pub mod disks;
 pub mod domains;
 pub mod status_file;
 pub mod vnc_password;

@@ -10,6 +10,7 @@ use rekindle_kernel::inject::InjectError;
 use rekindle_memory::ram::GuestRamError;
 use rekindle_memory::tracker::TrackError;
 use rekindle_qemu::adopt::{AdoptError, Obstacle};
+use rekindle_qemu::block::BlockError;
 use rekindle_qemu::devices::DeviceStateError;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::ramblock::LocateError;
@@ -67,9 +68,6 @@ pub enum ProtectError {
         "{name}: --disk overlays is for a guest whose QEMU Rekindle did not start; use `server = true` for its disks"
     )]
     OwnDisks { name: String },
-    /// libvirt may work on the disks at the same time.
-    #[error("{name} is a libvirt domain: --disk overlays is only for a QEMU that is attached by --qmp SOCKET")]
-    LibvirtDisks { name: String },
     /// The overlays are full, or nearly.
     #[error(
         "{name} is not protected any more: the file system of its overlays is full, so they were merged into its images. \
@@ -166,6 +164,7 @@ impl CheckpointError {
         match self {
             Self::Qmp(e)
             | Self::HoldOutput(e)
+            | Self::Overlays(OverlayDisksError::Qmp(e) | OverlayDisksError::Block(BlockError::Qmp(e)))
             | Self::Pause(PauseError::Qmp(e) | PauseError::Devices(DeviceStateError::Qmp(e)))
             | Self::Ram(GuestRamError::Locate(LocateError::Qmp(e)))
             | Self::Adopt(AdoptError::Qmp(e)) => e.is_of_libvirt(),

@@ -6,7 +6,6 @@ use crate::target::Target;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, MachineFacts};
-use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
 use rekindle_vm::overlays::OverlayDisks;
@@ -105,9 +104,6 @@ fn prepare_overlays(
             None => Ok(None),
         };
     };
-    if let Some(Monitor::Libvirt { .. }) = vmm.monitor {
-        return Err(ProtectError::LibvirtDisks { name: name() }.into());
-    }
     let Some(machine) = &target.state().hardware.foreign else {
         return Err(ProtectError::OwnDisks { name: name() }.into());
     };

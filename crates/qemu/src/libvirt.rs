@@ -8,16 +8,20 @@
 //! on, with QEMU's times, except for the `STOP` of a `stop`: it has the time at which `stop` was sent, because nothing waits
 //! for the event while the guest is stopped. Therefore a measured pause is never shorter than the actual one.
 //!
+//! Overlays on disks are not put by commands to QEMU, of which libvirt would not know, but by libvirt's own calls. The
+//! relay has a command for each of them ([`LibvirtCall`]).
+//!
 //! The relay belongs to one *instance* of the domain: the QEMU that ran when it was opened. If the domain is destroyed and
 //! started again, commands fail instead of reaching the new QEMU.
 
 use crate::devices::SAVE_DEVICES;
 use crate::qmp::{LIBVIRT_ERROR_CLASS, Qmp, QmpError};
-use rekindle_kernel::libvirt_client::{Connection, Domain, LibvirtError, MonitorEvent, Subscription};
+use rekindle_kernel::libvirt_client::{BlockCommit, Connection, Domain, LibvirtError, MonitorEvent, Subscription};
 use rekindle_kernel::process::Process;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -62,6 +66,56 @@ pub fn connect(domain: &str, uri: Option<&str>, timeout: Duration) -> Result<Qmp
     let no_answer = |_| failed(format!("libvirt has not answered for {} s", OPEN_TIMEOUT.as_secs()));
     result.recv_timeout(OPEN_TIMEOUT).map_err(no_answer)?.map_err(failed)?;
     Qmp::over(client_end, timeout)
+}
+
+/// The relay's command for a call of libvirt, which no QEMU has.
+const CALL: &str = "rekindle-libvirt-call";
+/// Class of an error that libvirt has reported for a [`LibvirtCall`]: it has the connection, and rejects the call.
+const REJECTED_CLASS: &str = "libvirt call";
+
+/// A call of libvirt on the domain.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "call", rename_all = "kebab-case")]
+pub(crate) enum LibvirtCall {
+    /// Returns the XML as text.
+    Xml {
+        inactive: bool,
+    },
+    PutOverlays {
+        xml: String,
+    },
+    StartCommit {
+        disk: String,
+        base: String,
+        top: Option<String>,
+        speed: u64,
+    },
+    EndBlockJob {
+        disk: String,
+        pivot: bool,
+    },
+}
+
+impl LibvirtCall {
+    /// Makes the call through a connection of [`connect`].
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`] if libvirt rejects it.
+    pub(crate) fn make(&self, qmp: &mut Qmp) -> Result<Value, QmpError> {
+        qmp.execute(CALL, self)
+    }
+
+    fn on(&self, domain: &Domain) -> Result<Value, LibvirtError> {
+        match self {
+            Self::Xml { inactive } => domain.xml(*inactive).map(Value::from),
+            Self::PutOverlays { xml } => domain.put_overlays(xml).map(Value::from),
+            Self::StartCommit { disk, base, top, speed } => {
+                let (disk, base, top) = (disk.clone(), base.clone(), top.clone());
+                domain.start_commit(&BlockCommit { disk, base, top, speed: *speed }).map(Value::from)
+            }
+            Self::EndBlockJob { disk, pivot } => domain.end_block_job(disk, *pivot).map(Value::from),
+        }
+    }
 }
 
 /// A domain to which a connection is open.
@@ -166,6 +220,24 @@ impl Relay {
         reply
     }
 
+    /// Makes a call and returns the line of its reply. It is not repeated: it may have taken effect.
+    fn call(&mut self, call: &LibvirtCall) -> String {
+        let ready = self.instance.check().and_then(|()| match self.open.connection.is_alive() {
+            true => Ok(()),
+            false => self.reopen(),
+        });
+        if let Err(e) = ready {
+            return error_line(&e.to_string());
+        }
+        match call.on(&self.open.domain) {
+            Ok(value) => json!({"return": value}).to_string(),
+            Err(e) if self.open.connection.is_alive() => {
+                json!({"error": {"class": REJECTED_CLASS, "desc": e.to_string()}}).to_string()
+            }
+            Err(e) => error_line(&e.to_string()),
+        }
+    }
+
     /// Connects to a daemon that is being started again. The guest may be stopped meanwhile, and only a connection can
     /// resume it.
     fn reopen(&mut self) -> Result<(), LibvirtError> {
@@ -221,6 +293,13 @@ impl Relay {
         let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
+        }
+        if name == CALL {
+            let arguments = command.get("arguments").cloned().unwrap_or_default();
+            return match serde_json::from_value(arguments) {
+                Ok(call) => vec![self.call(&call)],
+                Err(e) => vec![error_line(&e.to_string())],
+            };
         }
         if name == "cont" && self.may_miss_events && self.stop_sent.is_some() {
             match self.execute(r#"{"execute":"query-status"}"#, true, None) {

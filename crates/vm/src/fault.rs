@@ -160,6 +160,9 @@ pub const OVERLAY_POINTS: &[&str] = &[
     "overlay.restore.recorded",
 ];
 
+/// Further fault points of overlays on the disks of a libvirt domain.
+pub const FENCE_POINTS: &[&str] = &["overlay.mark.fenced", "overlay.merge.unfenced"];
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     /// Kill this process.
@@ -208,7 +211,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(
-        [POINTS, DOMAIN_POINTS, OVERLAY_POINTS].iter().any(|points| points.contains(&name)),
+        [POINTS, DOMAIN_POINTS, OVERLAY_POINTS, FENCE_POINTS].iter().any(|points| points.contains(&name)),
         "fault point {name} is not listed"
     );
     let is_of = |vm: &str| source.or(destination).is_some_and(|vmm| name_of(vmm) == Some(vm));

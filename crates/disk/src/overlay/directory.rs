@@ -20,7 +20,9 @@ pub fn overlay_file_name(epoch: u64) -> String {
     format!("epoch-{epoch:012}.qcow2")
 }
 
-fn epoch_of_file(name: &str) -> Option<u64> {
+/// Returns the epoch whose overlay has this file name.
+#[must_use]
+pub fn epoch_of_file(name: &str) -> Option<u64> {
     let epoch = name.strip_prefix("epoch-")?.strip_suffix(".qcow2")?.parse().ok()?;
     (overlay_file_name(epoch) == name).then_some(epoch)
 }

@@ -36,6 +36,9 @@ pub struct OverlayState {
     /// overlays were merged; in any other it is on an image that is older than the disk.
     #[serde(default)]
     pub owner: String,
+    /// Set for the disk of a libvirt domain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence: Option<OverlayFence>,
     /// Epochs that no checkpoint and no disk has any more, because a restore went back to an epoch before them.
     #[serde(default)]
     pub dead: Vec<DeadEpochs>,
@@ -44,6 +47,16 @@ pub struct OverlayState {
 /// States of earlier versions do not record it.
 fn may_be_marked_if_unrecorded() -> bool {
     true
+}
+
+/// The files below the newest overlay have no write permission, because users of libvirt would otherwise merge into
+/// them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverlayFence {
+    /// Permissions of the image without the fence.
+    pub image_mode: u32,
+    /// Set until a restored guest, which is no domain of libvirt, uses the overlays.
+    pub is_in_force: bool,
 }
 
 /// Epochs that a restore has discarded.
@@ -74,6 +87,7 @@ impl OverlayState {
             seal_failed: false,
             may_be_marked: false,
             owner: String::new(),
+            fence: None,
             dead: Vec::new(),
         }
     }

@@ -18,6 +18,7 @@ use crate::event::{CheckpointReport, ProtectEvent};
 use crate::pause::PauseError;
 use crate::session::TrackingSession;
 use crate::target::{Target, TargetError};
+use rekindle_qemu::block::BlockError;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
@@ -252,7 +253,11 @@ impl<'a> ControlLoop<'a> {
             }
             // No overlay was put on a disk.
             CheckpointError::Overlays(
-                e @ (OverlayDisksError::NotReady { .. } | OverlayDisksError::ForeignJob { .. }),
+                e @ (OverlayDisksError::NotReady { .. }
+                | OverlayDisksError::ForeignJob { .. }
+                | OverlayDisksError::ForeignSnapshot { .. }
+                | OverlayDisksError::LibvirtDisagrees { .. }
+                | OverlayDisksError::Block(BlockError::LibvirtRejected { .. })),
             ) if is_alive => {
                 self.report_wait(with_causes(&e));
                 Ok(wait)

@@ -217,7 +217,7 @@ impl TrackingSession {
         self.check_devices_unchanged()?;
         self.epochs.seal(&disks)?;
         if let Some(disks) = &mut self.overlays {
-            disks.seal(&overlays)?;
+            disks.seal(self.monitors.control(), &overlays)?;
         }
         let stopped_us = paused.stopped_us();
         let definition = serde_json::to_value(self.recipe(&overlays)).unwrap_or(Value::Null);

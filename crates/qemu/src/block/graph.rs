@@ -5,7 +5,7 @@
 
 use super::BlockError;
 use super::jobs::{Job, is_own_job};
-use super::names::OverlayName;
+use super::names::{OverlayName, is_overlay_file};
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -14,6 +14,9 @@ use std::collections::BTreeMap;
 /// Drivers that pass requests on to another node. QEMU merges into none of them.
 const FILTER_DRIVERS: [&str; 8] =
     ["throttle", "copy-on-read", "compress", "preallocate", "blkdebug", "blklogwrites", "blkverify", "blkreplay"];
+
+/// Drivers of the nodes that QEMU inserts while it merges.
+const MERGE_FILTERS: [&str; 2] = ["commit_top", "mirror_top"];
 
 /// One node as QEMU describes it.
 #[derive(Debug, Clone)]
@@ -48,13 +51,15 @@ pub struct OverlayChain {
     pub overlays: Vec<OverlayName>,
     /// Whether the filter of a running merge is in the chain.
     pub is_merging: bool,
+    /// The node that the device is on.
+    pub top_node: String,
 }
 
 impl OverlayChain {
     /// Returns the name of the node that the device is on.
     #[must_use]
     pub fn top(&self) -> String {
-        self.overlays.last().map_or_else(|| self.base.clone(), OverlayName::node)
+        self.top_node.clone()
     }
 }
 
@@ -185,8 +190,60 @@ impl BlockGraph {
             return Err(BlockError::Filter { device, node, driver });
         }
         let is_merging = own.iter().any(|name| OverlayName::is_merge_filter(name));
-        let overlays = own.iter().rev().filter_map(|name| OverlayName::from_node(name)).collect();
-        Ok(OverlayChain { device: device.into(), base: base.clone(), overlays, is_merging })
+        let overlays: Vec<_> = own.iter().rev().filter_map(|name| OverlayName::from_node(name)).collect();
+        let top_node = overlays.last().map_or_else(|| base.clone(), OverlayName::node);
+        Ok(OverlayChain { device: device.into(), base: base.clone(), overlays, is_merging, top_node })
+    }
+
+    /// Returns base and overlays of a device whose overlays were put by libvirt. Their nodes have names of libvirt's,
+    /// so `overlay_of` recognises them by their files.
+    ///
+    /// # Errors
+    /// As [`BlockGraph::chain_of`].
+    pub fn chain_by_files(
+        &self,
+        device: &str,
+        overlay_of: impl Fn(&str) -> Option<OverlayName>,
+    ) -> Result<OverlayChain, BlockError> {
+        let unknown = || BlockError::UnknownDevice { device: device.into() };
+        let names = self.devices.get(device).ok_or_else(unknown)?;
+        let found: Vec<(&String, Option<OverlayName>)> = names
+            .iter()
+            .filter(|name| self.nodes.get(*name).is_some_and(|node| !MERGE_FILTERS.contains(&node.driver.as_str())))
+            .map(|name| (name, self.nodes.get(name).and_then(|node| overlay_of(&node.file))))
+            .collect();
+        let own_count = found.iter().take_while(|(_, overlay)| overlay.is_some()).count();
+        let (own, below) = found.split_at(own_count);
+        let (base, _) = below.first().ok_or_else(unknown)?;
+        if below.iter().any(|(_, overlay)| overlay.is_some()) {
+            return Err(BlockError::ForeignNode { device: device.into(), node: (*base).clone() });
+        }
+        let driver = &self.node(base)?.driver;
+        if FILTER_DRIVERS.contains(&driver.as_str()) {
+            let (device, node, driver) = (device.into(), (*base).clone(), driver.clone());
+            return Err(BlockError::Filter { device, node, driver });
+        }
+        let overlays = own.iter().rev().filter_map(|(_, overlay)| *overlay).collect();
+        let top = own.first().map_or(base, |(name, _)| name);
+        let (base, top_node) = ((*base).clone(), (*top).clone());
+        Ok(OverlayChain { device: device.into(), base, overlays, is_merging: false, top_node })
+    }
+
+    /// Returns the nodes of a device, its own first.
+    pub fn nodes_of(&self, device: &str) -> impl Iterator<Item = &str> {
+        self.devices.get(device).into_iter().flatten().map(String::as_str)
+    }
+
+    /// Returns whether the file of a node has the name of an overlay, or the node is the filter of a merge.
+    #[must_use]
+    pub fn is_overlay_file(&self, node: &str) -> bool {
+        let is_own = |node: &BlockNode| is_overlay_file(&node.file) || MERGE_FILTERS.contains(&node.driver.as_str());
+        self.nodes.get(node).is_some_and(is_own)
+    }
+
+    /// Returns the files of all nodes.
+    pub fn files(&self) -> impl Iterator<Item = &str> {
+        self.nodes.values().map(|node| node.file.as_str())
     }
 }
 
@@ -229,10 +286,32 @@ mod tests {
             base: "f0".into(),
             overlays: vec![overlay(2), overlay(3)],
             is_merging: true,
+            top_node: "rk-0-3".into(),
         };
         assert_eq!(chain, expected);
         assert_eq!(chain.top(), "rk-0-3");
         assert_eq!(graph(&[("f0", "raw")]).chain_of("vd0").unwrap().top(), "f0");
+    }
+
+    #[test]
+    fn the_overlays_of_libvirt_are_recognised_by_their_files() {
+        let overlay_of = |file: &str| file.strip_prefix("/e")?.parse().ok().map(|epoch| OverlayName { disk: 0, epoch });
+        let with_files = |nodes: &[(&str, &str)]| {
+            let drivers: Vec<_> = nodes.iter().map(|(name, _)| (*name, "qcow2")).collect();
+            let mut graph = graph(&drivers);
+            for (name, file) in nodes {
+                graph.nodes.get_mut(*name).unwrap().file = (*file).into();
+            }
+            graph
+        };
+        let chain = with_files(&[("l9", "/e3"), ("l4", "/e2"), ("l1", "/disk")]).chain_by_files("vd0", overlay_of);
+        let chain = chain.unwrap();
+        assert_eq!(chain.overlays.iter().map(|overlay| overlay.epoch).collect::<Vec<_>>(), [2, 3]);
+        assert_eq!((chain.base.as_str(), chain.top().as_str()), ("l1", "l9"));
+        let foreign = with_files(&[("l9", "/user"), ("l4", "/e2"), ("l1", "/disk")]).chain_by_files("vd0", overlay_of);
+        assert!(matches!(foreign, Err(BlockError::ForeignNode { node, .. }) if node == "l9"));
+        let pulled = with_files(&[("l9", "/e3")]).chain_by_files("vd0", overlay_of);
+        assert!(matches!(pulled, Err(BlockError::UnknownDevice { .. })));
     }
 
     #[test]

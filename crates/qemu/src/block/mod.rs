@@ -14,6 +14,7 @@
 //! |---|---|
 //! | [`graph`] | which nodes a device has, read from QEMU |
 //! | [`jobs`] | block jobs: waiting for their end, cancelling |
+//! | [`libvirt`] | the steps above, by libvirt's calls |
 //! | [`migration`] | rejecting migrations while a disk has overlays |
 //! | [`names`] | the names of nodes and jobs |
 //! | [`overlay`] | the steps above |
@@ -25,6 +26,7 @@
 
 pub mod graph;
 pub mod jobs;
+pub mod libvirt;
 pub mod migration;
 pub mod names;
 pub mod overlay;
@@ -70,6 +72,8 @@ pub enum BlockError {
         #[source]
         source: Box<BlockError>,
     },
+    #[error("libvirt does not {step}: {message}")]
+    LibvirtRejected { step: &'static str, message: String },
     #[error("cannot make a file in memory")]
     Memory {
         #[source]

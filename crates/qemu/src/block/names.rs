@@ -3,6 +3,15 @@
 //! The overlays of a disk are numbered by *epoch*, the time between two checkpoints: overlay 7 receives the guest's
 //! writes after checkpoint 6, until the mark of checkpoint 7.
 
+/// Returns whether a file has the name of an overlay, `epoch-000000000007.qcow2`. libvirt gives the nodes of such files
+/// names of its own.
+#[must_use]
+pub fn is_overlay_file(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let digits = name.strip_prefix("epoch-").and_then(|name| name.strip_suffix(".qcow2"));
+    digits.is_some_and(|digits| digits.len() >= 12 && digits.bytes().all(|digit| digit.is_ascii_digit()))
+}
+
 /// Which overlay: the number of the disk, and the epoch that it receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OverlayName {
@@ -60,6 +69,14 @@ impl OverlayName {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_overlay_is_recognised_by_its_file_name() {
+        assert!(is_overlay_file("/images/a.rekindle/epoch-000000000007.qcow2"));
+        for other in ["/images/epoch-7.qcow2", "/epoch-000000000007.raw", "/epoch-00000000000x.qcow2", "disk"] {
+            assert!(!is_overlay_file(other), "{other}");
+        }
+    }
 
     #[test]
     fn names_fit_into_qemus_limit_and_are_recognised() {

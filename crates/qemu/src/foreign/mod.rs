@@ -109,7 +109,8 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
     for block_device in &block_devices {
         let text = |pointer: &str| block_device.pointer(pointer).and_then(Value::as_str).map(str::to_owned);
         if let (Some(node), Some(device)) = (text("/inserted/node-name"), text("/qdev")) {
-            disks.push(CurrentDisk { node: below_overlays(&device, node, qmp)?, device });
+            let node = below_overlays(&adopted.arguments, &device, node, qmp)?;
+            disks.push(CurrentDisk { node, device });
         }
     }
     let backends = adopted.backends.iter();
@@ -126,12 +127,24 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
 }
 
 /// Returns the node below Rekindle's overlays, if `node` is one: the disk that the command line gives the device.
-fn below_overlays(device: &str, node: String, qmp: &mut Qmp) -> Result<String, QmpError> {
+fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qmp) -> Result<String, QmpError> {
+    let is_given = |node: &str| arguments.iter().any(|argument| argument.contains(&format!("\"{node}\"")));
     // While a protector or `detach` that was killed has left a merge, its filter is on top.
-    if OverlayName::from_node(&node).is_none() && !OverlayName::is_merge_filter(&node) {
+    let is_own = OverlayName::from_node(&node).is_some() || OverlayName::is_merge_filter(&node);
+    if !is_own && is_given(&node) {
         return Ok(node);
     }
-    match BlockGraph::read(qmp).and_then(|graph| graph.chain_of(device)) {
+    let graph = match BlockGraph::read(qmp) {
+        Ok(graph) => graph,
+        Err(BlockError::Qmp(e)) => return Err(e),
+        Err(_) => return Ok(node),
+    };
+    if !is_own {
+        // Overlays that libvirt has put. A domain may also have been started on them.
+        let below = graph.nodes_of(device).find(|node| is_given(node) || !graph.is_overlay_file(node));
+        return Ok(below.map_or(node, str::to_owned));
+    }
+    match graph.chain_of(device) {
         Ok(chain) => Ok(chain.base),
         Err(BlockError::Qmp(e)) => Err(e),
         // Another program has changed the disk: the overlay is reported as it is.

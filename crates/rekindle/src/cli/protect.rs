@@ -73,8 +73,8 @@ pub struct Protect {
 pub enum DiskRule {
     /// After a restore they are as after a power failure, and can be newer than the guest's memory.
     CrashConsistent,
-    /// Each checkpoint includes them: QEMU puts an overlay on each disk. Only for a QEMU that was attached by --qmp,
-    /// and for a VM that was restored from one.
+    /// Each checkpoint includes them: QEMU or libvirt puts an overlay on each disk. Only for an attached QEMU or
+    /// domain, and for a VM that was restored from one.
     Overlays,
 }
 

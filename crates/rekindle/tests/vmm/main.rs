@@ -13,6 +13,7 @@ mod hugepages;
 mod kills;
 mod overlay_faults;
 mod overlays;
+mod overlays_libvirt;
 mod processes;
 mod replace;
 mod versions;

@@ -1,24 +1,29 @@
 //! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
 
+use super::libvirt::{self, LibvirtDisk};
 use super::record::{RecordedDisk, has_open, running_owner};
-use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, overlay_name, owner_of};
+use super::restore::{qemu_img_of, write_header};
+use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, overlay_name, owner_of};
 use crate::fault;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
 use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, OverlayStep};
-use rekindle_disk::overlay::state::OverlayState;
+use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode, OverlayChain};
+use rekindle_qemu::block::libvirt as libvirt_block;
+use rekindle_qemu::block::libvirt::LibvirtMark;
 use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::block::{jobs, names::OverlayName};
 use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use rustix::fs::statvfs;
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long a merge may delay a checkpoint before it is cancelled. It is repeated after that checkpoint.
@@ -44,6 +49,7 @@ struct Prepared {
     bytes: u64,
     /// The overlay for the next mark, which is durable.
     epoch: u64,
+    path: PathBuf,
 }
 
 /// A disk with overlays.
@@ -52,10 +58,14 @@ pub(super) struct OverlayDisk {
     recorded: RecordedDisk,
     directory: OverlayDirectory<LocalFiles>,
     vmm: Vmm,
+    /// Set if libvirt puts the overlays.
+    libvirt: Option<LibvirtDisk>,
     /// The newest epoch whose checkpoint certainly counts.
     committed: u64,
     /// An overlay that this process has made durable; one of another process may not be.
     created: Option<u64>,
+    /// Length of the disk for which `created` was made.
+    created_bytes: u64,
     prepared: Option<Prepared>,
     /// The chain to end.
     ending: Option<OverlayChain>,
@@ -66,7 +76,11 @@ impl OverlayDisk {
     pub fn begin(recorded: RecordedDisk, vmm: &Vmm) -> Result<Self, OverlayDisksError> {
         let owner = owner_of(vmm)?;
         let image = recorded.image.to_string_lossy().into_owned();
-        let state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
+        let mut state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
+        if recorded.target.is_some() {
+            let image_mode = fence::mode_without(&recorded.image)?;
+            state.fence = Some(OverlayFence { image_mode, is_in_force: true });
+        }
         if let Some(directory) = OverlayDirectory::open(files_of(&recorded))? {
             let OverlayState { may_be_marked, owner, .. } = directory.state();
             if *may_be_marked || running_owner(owner)?.is_some() {
@@ -79,25 +93,54 @@ impl OverlayDisk {
         let path = &recorded.directory;
         fs::set_permissions(path, Permissions::from_mode(DIRECTORY_MODE)).map_err(OverlayDisksError::io(path))?;
         fault::point("overlay.begin.directory", Some(vmm), None);
-        Ok(Self { recorded, directory, vmm: vmm.clone(), committed: 0, created: None, prepared: None, ending: None })
+        Ok(Self::over(recorded, directory, vmm))
+    }
+
+    fn over(recorded: RecordedDisk, directory: OverlayDirectory<LocalFiles>, vmm: &Vmm) -> Self {
+        let libvirt = recorded.libvirt_disk();
+        Self {
+            recorded,
+            directory,
+            vmm: vmm.clone(),
+            libvirt,
+            committed: 0,
+            created: None,
+            created_bytes: 0,
+            prepared: None,
+            ending: None,
+        }
     }
 
     /// Takes over the overlays of a disk; `None` if the device is on its image, which then has all writes.
     pub fn adopt(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
         // It may be about to put the device on its image.
-        overlay::cancel_end(qmp, recorded.number)?;
+        match recorded.libvirt_disk() {
+            Some(disk) => {
+                disk.chain(&BlockGraph::read(qmp)?)?;
+                libvirt_block::cancel_merge(qmp, &disk.target)?;
+                // An end that was interrupted is completed below, and libvirt may still be recording it.
+                if disk.chain(&BlockGraph::read(qmp)?)?.overlays.is_empty() {
+                    disk.await_record(qmp)?;
+                }
+            }
+            None => overlay::cancel_end(qmp, recorded.number)?,
+        }
         let directory = OverlayDirectory::open(files_of(&recorded))?;
         let Some(directory) = directory else {
-            let chain = BlockGraph::read(qmp)?.chain_of(&recorded.device)?;
+            let graph = BlockGraph::read(qmp)?;
+            let chain = match recorded.libvirt_disk() {
+                Some(disk) => disk.chain(&graph)?,
+                None => graph.chain_of(&recorded.device)?,
+            };
             return if chain.overlays.is_empty() { Ok(None) } else { Err(OverlayDisksError::Unrecorded) };
         };
         if directory.state().owner != owner_of(vmm)? {
             return Err(other_qemu(&recorded));
         }
-        let mut disk =
-            Self { recorded, directory, vmm: vmm.clone(), committed: 0, created: None, prepared: None, ending: None };
+        let mut disk = Self::over(recorded, directory, vmm);
         disk.remove_prepared_nodes(qmp)?;
         if disk.found(qmp)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
+            disk.fence(&disk.chain_now(qmp)?)?;
             return Ok(Some(disk));
         }
         // An end, or the preparation of the first mark, was interrupted in this QEMU.
@@ -121,6 +164,9 @@ impl OverlayDisk {
     /// Removes the nodes of overlays that are on no disk. An earlier process may have made them, and not durable.
     fn remove_prepared_nodes(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         self.created = None;
+        if self.libvirt.is_some() {
+            return Ok(());
+        }
         let graph = BlockGraph::read(qmp)?;
         let chain = self.checked_chain(&graph)?;
         let newest = chain.overlays.last().map_or(self.directory.state().merged, |newest| newest.epoch);
@@ -130,7 +176,10 @@ impl OverlayDisk {
 
     /// Returns the nodes of the device after a check that only ours are on the recorded image.
     fn checked_chain(&self, graph: &BlockGraph) -> Result<OverlayChain, OverlayDisksError> {
-        let chain = graph.chain_of(self.device())?;
+        let chain = match &self.libvirt {
+            Some(disk) => disk.chain(graph)?,
+            None => graph.chain_of(self.device())?,
+        };
         let changed = |actual: &str| OverlayDisksError::Changed {
             device: self.device().into(),
             expected: self.recorded.drive.clone(),
@@ -147,13 +196,34 @@ impl OverlayDisk {
     }
 
     fn found(&self, qmp: &mut Qmp) -> Result<FoundOverlays, OverlayDisksError> {
+        // A merge may end at any time, so it is read before the chain.
+        let is_merging = match &self.libvirt {
+            Some(disk) => disk.is_merging(qmp)?,
+            None => false,
+        };
         let chain = self.checked_chain(&BlockGraph::read(qmp)?)?;
-        Ok(FoundOverlays {
-            chain: chain.overlays.iter().map(|overlay| overlay.epoch).collect(),
-            prepared: self.created,
-            merging: overlay::unfinished_merge(qmp, self.number())?.map(|up_to| up_to.epoch),
-            files: self.directory.epochs()?,
-        })
+        let merging = match &self.libvirt {
+            // libvirt's job does not name the epoch, which is of no use: each disk has one job.
+            Some(_) => is_merging.then(|| chain.overlays.last().map_or(0, |top| top.epoch)),
+            None => overlay::unfinished_merge(qmp, self.number())?.map(|up_to| up_to.epoch),
+        };
+        let chain = chain.overlays.iter().map(|overlay| overlay.epoch).collect();
+        Ok(FoundOverlays { chain, prepared: self.created, merging, files: self.directory.epochs()? })
+    }
+
+    /// Fences the files below the newest overlay of a libvirt domain's disk.
+    fn fence(&self, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
+        match (&self.libvirt, self.directory.state().fence) {
+            (Some(disk), Some(OverlayFence { image_mode, .. })) => disk.fence(chain, image_mode),
+            _ => Ok(()),
+        }
+    }
+
+    fn remove_fence(&self) -> Result<(), OverlayDisksError> {
+        match (&self.libvirt, self.directory.state().fence) {
+            (Some(disk), Some(OverlayFence { image_mode, .. })) => disk.remove_fence(&self.directory, image_mode),
+            _ => Ok(()),
+        }
     }
 
     fn chain_now(&self, qmp: &mut Qmp) -> Result<OverlayChain, OverlayDisksError> {
@@ -207,10 +277,12 @@ impl OverlayDisk {
         }
         let graph = BlockGraph::read(qmp)?;
         let chain = self.checked_chain(&graph)?;
+        self.fence(&chain)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
         let (format, cache, detect_zeroes, bytes) =
             (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
-        self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch });
+        let path = self.directory.path_of(epoch);
+        self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path });
         Ok(())
     }
 
@@ -244,18 +316,26 @@ impl OverlayDisk {
         match step {
             OverlayStep::AwaitMerge { up_to } => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT),
             OverlayStep::RecordMerged { up_to } => {
+                // libvirt dismisses its job, so there may have been none to wait for.
+                if self.libvirt.is_some() {
+                    self.pass("overlay.merge.merged");
+                }
                 // A merge makes the image read-only again, unless a flush of it has failed.
                 let chain = self.chain_now(qmp)?;
                 if !BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
                 }
                 self.sync_image()?;
-                self.directory.record(|state| state.merged = state.merged.max(up_to))?;
+                // A user of libvirt may have merged it in the moment before the fence.
+                self.directory.record(|state| {
+                    state.floor = state.floor.max(up_to);
+                    state.merged = state.merged.max(up_to);
+                })?;
                 self.pass("overlay.merge.recorded");
                 Ok(())
             }
             OverlayStep::Delete { epoch } => {
-                overlay::remove_unused(qmp, overlay_name(self.number(), epoch))?;
+                libvirt::remove_unused(self.libvirt.as_ref(), qmp, overlay_name(self.number(), epoch))?;
                 self.directory.remove_overlay(epoch)?;
                 self.pass("overlay.merge.deleted");
                 Ok(())
@@ -266,8 +346,13 @@ impl OverlayDisk {
                 Ok(())
             }
             OverlayStep::Merge { up_to } => {
-                let chain = self.chain_now(qmp)?;
-                overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?;
+                if let Some(disk) = &self.libvirt {
+                    let newest = self.directory.path_of(up_to);
+                    disk.start_merge(qmp, &newest, speed, || self.pass("overlay.merge.unfenced"))?;
+                } else {
+                    let chain = self.chain_now(qmp)?;
+                    overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?;
+                }
                 self.pass("overlay.merge.started");
                 Ok(())
             }
@@ -287,16 +372,27 @@ impl OverlayDisk {
         self.check_space()?;
         let name = overlay_name(self.number(), epoch);
         let chain = self.chain_now(qmp)?;
-        overlay::remove_unused(qmp, name)?;
+        libvirt::remove_unused(self.libvirt.as_ref(), qmp, name)?;
         let path = self.directory.create_overlay(epoch)?;
         give_to_user_of(&self.vmm, &path)?;
         self.pass("overlay.create.file");
+        if let Some(disk) = &self.libvirt {
+            let graph = BlockGraph::read(qmp)?;
+            let top = graph.node(&chain.top())?;
+            write_header(&qemu_img_of(&self.vmm.binary), &path, &disk.top_file(&chain), &top.driver, top.size)?;
+            self.created_bytes = top.size;
+            return self.finish_create(epoch);
+        }
         overlay::create(qmp, &chain, name, &path)?;
         if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
             overlay::remove_unused(qmp, name)?;
             let why = format!("QEMU does not see {} there", path.display());
             return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
         }
+        self.finish_create(epoch)
+    }
+
+    fn finish_create(&mut self, epoch: u64) -> Result<(), OverlayDisksError> {
         self.pass("overlay.create.opened");
         self.directory.make_durable(epoch)?;
         self.created = Some(epoch);
@@ -305,16 +401,24 @@ impl OverlayDisk {
     }
 
     fn finish_merge(&self, qmp: &mut Qmp, up_to: u64, timeout: Duration) -> Result<(), OverlayDisksError> {
-        let chain = self.chain_now(qmp)?;
-        overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?;
-        self.pass("overlay.merge.merged");
+        match &self.libvirt {
+            Some(disk) => disk.finish_merge(qmp, timeout)?,
+            None => {
+                let chain = self.chain_now(qmp)?;
+                overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?;
+                self.pass("overlay.merge.merged");
+            }
+        }
         Ok(())
     }
 
     /// Waits a moment for a merge, then cancels it.
     fn finish_or_cancel_merge(&self, qmp: &mut Qmp, up_to: u64) -> Result<(), OverlayDisksError> {
         match self.finish_merge(qmp, up_to, MERGE_GRACE) {
-            Err(OverlayDisksError::Block(BlockError::JobTimeout { job, .. })) => Ok(jobs::cancel(qmp, &job).map(drop)?),
+            Err(OverlayDisksError::Block(BlockError::JobTimeout { job, .. })) => match &self.libvirt {
+                Some(disk) => Ok(libvirt_block::cancel_merge(qmp, &disk.target)?),
+                None => Ok(jobs::cancel(qmp, &job).map(drop)?),
+            },
             // The overlays are still on the disk, and the merge is repeated after the next checkpoint.
             Err(OverlayDisksError::Block(e @ BlockError::JobFailed { .. })) => {
                 tracing::warn!(device = self.device(), error = %e, "overlays could not be merged");
@@ -335,6 +439,41 @@ impl OverlayDisk {
         Some(Mark { chain, overlay: overlay_name(self.number(), *epoch) })
     }
 
+    /// As [`OverlayDisk::next_mark`], for a disk whose overlays libvirt puts.
+    pub fn next_libvirt_mark(&self) -> Option<LibvirtMark<'_>> {
+        let (Prepared { chain, path, .. }, disk) = (self.prepared.as_ref()?, self.libvirt.as_ref()?);
+        Some(LibvirtMark { chain, target: &disk.target, file: path, bytes: self.created_bytes })
+    }
+
+    /// Returns libvirt's name of the disk.
+    pub fn target(&self) -> Option<&str> {
+        self.libvirt.as_ref().map(|disk| disk.target.as_str())
+    }
+
+    /// Fences the file that the guest writes to, before an overlay is put onto it. The next [`OverlayDisk::prepare`]
+    /// removes that if no overlay was put.
+    pub fn fence_top(&self) -> Result<(), OverlayDisksError> {
+        match (&self.libvirt, &self.prepared) {
+            (Some(disk), Some(Prepared { chain, .. })) => disk.fence_top(chain),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that the disk is exactly what the mark of `epoch` has made of it: a user of libvirt may have changed it
+    /// since [`OverlayDisk::prepare`].
+    fn check_marked(&self, qmp: &mut Qmp, epoch: u64) -> Result<(), OverlayDisksError> {
+        let Some(disk) = &self.libvirt else { return Ok(()) };
+        disk.await_record(qmp)?;
+        let path = self.directory.path_of(epoch + 1);
+        let newest = self.chain_now(qmp)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
+        let is_open = has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))?;
+        if newest == Some(epoch + 1) && is_open && libvirt_block::merge_of(qmp, &disk.target)?.is_none() {
+            return Ok(());
+        }
+        let (expected, actual) = (path.to_string_lossy().into_owned(), "another file".into());
+        Err(OverlayDisksError::Changed { device: self.device().into(), expected, actual })
+    }
+
     /// Notes that the prepared overlay is on the disk. Returns the epoch that it has ended.
     pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
         let Prepared { format, cache, detect_zeroes, bytes, epoch, .. } = self.prepared.take()?;
@@ -344,8 +483,9 @@ impl OverlayDisk {
         Some(OverlayEpoch { device, drive, number, image, format, directory, bytes, cache, detect_zeroes, id })
     }
 
-    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+    pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
         let Some(epoch) = self.of_this_disk(marked).map(|epoch| epoch.id.epoch) else { return Ok(()) };
+        self.check_marked(qmp, epoch)?;
         let image = self.recorded.image.clone();
         self.directory.seal(epoch, || File::open(&image)?.sync_data())?;
         self.pass("overlay.seal.sealed");
@@ -354,22 +494,37 @@ impl OverlayDisk {
 
     /// Copies all overlays into the image while the guest runs.
     pub fn prepare_end(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
-        if let Some(up_to) = overlay::unfinished_merge(qmp, self.number())? {
+        if let Some(disk) = &self.libvirt {
+            libvirt_block::cancel_merge(qmp, &disk.target)?;
+            disk.await_record(qmp)?;
+        } else if let Some(up_to) = overlay::unfinished_merge(qmp, self.number())? {
             jobs::cancel(qmp, &up_to.merge_job())?;
         }
         self.remove_prepared_nodes(qmp)?;
         self.directory.close()?;
         self.pass("overlay.end.closed");
         let chain = self.chain_now(qmp)?;
-        overlay::prepare_end(qmp, &chain, END_TIMEOUT)?;
+        match &self.libvirt {
+            // No checkpoint has its disk any more.
+            Some(disk) if !chain.overlays.is_empty() => {
+                self.remove_fence()?;
+                disk.prepare_end(qmp, END_TIMEOUT)?;
+            }
+            Some(_) => {}
+            None => overlay::prepare_end(qmp, &chain, END_TIMEOUT)?,
+        }
         self.pass("overlay.end.copied");
         self.ending = Some(chain);
         Ok(())
     }
 
-    /// Returns the chain that [`OverlayDisk::prepare_end`] has found.
-    pub fn chain(&self) -> Option<&OverlayChain> {
-        self.ending.as_ref()
+    /// Puts the device on its image, after [`OverlayDisk::prepare_end`].
+    pub fn end(&self, stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
+        match (&self.ending, &self.libvirt) {
+            (None, _) => Ok(()),
+            (Some(chain), Some(disk)) => disk.end(stopped, chain),
+            (Some(chain), None) => Ok(overlay::end(stopped, chain)?),
+        }
     }
 
     /// Removes the directory of a disk whose device is on its image. The guest is stopped, or has not run since.
@@ -380,8 +535,13 @@ impl OverlayDisk {
             let (expected, actual) = (chain.base.clone(), top.node());
             return Err(OverlayDisksError::Changed { device: self.device().into(), expected, actual });
         }
-        let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
-        nodes.into_iter().try_for_each(|name| overlay::remove_unused(qmp, name))?;
+        if let Some(disk) = &self.libvirt {
+            disk.await_record(qmp)?;
+        } else {
+            let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
+            nodes.into_iter().try_for_each(|name| overlay::remove_unused(qmp, name))?;
+        }
+        self.remove_fence()?;
         self.sync_image()?;
         self.pass("overlay.end.on-image");
         match self.directory.destroy() {

@@ -16,11 +16,15 @@
 //! |---|---|
 //! | `record` | which disk has its overlays where: a file in the run directory |
 //! | `disk` | the steps of one disk |
+//! | `libvirt` | the steps that differ for a disk of a libvirt domain |
+//! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
 //! | `restore` | the disks of a checkpoint |
 
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
 
 mod disk;
+mod fence;
+mod libvirt;
 mod record;
 mod restore;
 
@@ -36,6 +40,7 @@ use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::plan::MarkObstacle;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
+use rekindle_qemu::block::libvirt::LibvirtMark;
 use rekindle_qemu::block::migration;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::overlay::{self, Mark};
@@ -97,6 +102,28 @@ pub enum OverlayDisksError {
     NoSpace { directory: PathBuf },
     #[error("QEMU process {pid} still runs the guest on the overlays {}", directory.display())]
     InUse { pid: u32, directory: PathBuf },
+    #[error(
+        "{target}: {file} is above its overlays, a snapshot of another program; no checkpoint is taken until it is merged: \
+         virsh blockcommit DOMAIN {target} --shallow --active --pivot"
+    )]
+    ForeignSnapshot { target: String, file: String },
+    #[error("{target}: libvirt's record and QEMU differ about {file}; no checkpoint is taken meanwhile")]
+    LibvirtDisagrees { target: String, file: String },
+    #[error("cannot read libvirt's description of the domain: {problem}")]
+    DomainXml { problem: String },
+    #[error(
+        "its disk is on overlays of an earlier `rekindle protect`, in {}: merge them first \
+         (docs/protect-attached.md, A domain that libvirt has started again)",
+        directory.display()
+    )]
+    OnOldOverlays { directory: PathBuf },
+    #[error(
+        "{} has write permission, so another program may have changed it since the checkpoint. If certainly none has: \
+         chmod a-w {}, and repeat this", file.display(), file.display()
+    )]
+    FenceOpen { file: PathBuf },
+    #[error("a QEMU writes to {}: libvirt has started the domain again; end it first", file.display())]
+    DomainRuns { file: PathBuf },
     #[error("cannot make an overlay: qemu-img {why}")]
     Create { why: String },
 }
@@ -133,6 +160,8 @@ pub struct OverlayEpoch {
 #[derive(Debug)]
 pub struct OverlayDisks {
     disks: Vec<OverlayDisk>,
+    /// libvirt's names of the domain's other disks.
+    others: Vec<String>,
 }
 
 impl OverlayDisks {
@@ -153,7 +182,7 @@ impl OverlayDisks {
             migration::permit(qmp)?;
             return Ok(None);
         }
-        Ok(Some(Self { disks }))
+        Ok(Some(Self { disks, others: Vec::new() }))
     }
 
     /// As [`OverlayDisks::adopt`], and begins overlays for all writable disks that have none. Directories are made next
@@ -187,7 +216,7 @@ impl OverlayDisks {
                 disks.push(OverlayDisk::begin(recorded, vmm)?);
             }
         }
-        Ok(Self { disks })
+        Ok(Self { disks, others: Vec::new() })
     }
 
     /// Notes the disks of the newest checkpoint in the store, whose overlays may be merged.
@@ -205,6 +234,11 @@ impl OverlayDisks {
     /// the guest continue without overlays.
     pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         self.disks.iter_mut().try_for_each(|disk| disk.prepare(qmp))?;
+        let own: Vec<&str> = self.disks.iter().filter_map(OverlayDisk::target).collect();
+        if !own.is_empty() {
+            let targets = libvirt::disks_of(qmp, false)?.into_iter().map(|disk| disk.target);
+            self.others = targets.filter(|target| !own.contains(&target.as_str())).collect();
+        }
         match BlockGraph::read(qmp)?.foreign_jobs().next() {
             Some(job) => Err(OverlayDisksError::ForeignJob { id: job.id.clone() }),
             None => Ok(()),
@@ -216,6 +250,10 @@ impl OverlayDisks {
     /// # Errors
     /// If QEMU rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
     pub fn mark(&mut self, stopped: &mut Stopped<'_>) -> Result<Vec<OverlayEpoch>, OverlayDisksError> {
+        if self.disks.iter().any(|disk| disk.target().is_some()) {
+            self.mark_by_libvirt(stopped)?;
+            return Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect());
+        }
         let marks: Option<Vec<Mark<'_>>> = self.disks.iter().map(OverlayDisk::next_mark).collect();
         let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
         let marks = marks.ok_or_else(not_ready)?;
@@ -227,12 +265,24 @@ impl OverlayDisks {
         Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
     }
 
+    fn mark_by_libvirt(&self, stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
+        let marks: Option<Vec<LibvirtMark<'_>>> = self.disks.iter().map(OverlayDisk::next_libvirt_mark).collect();
+        let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
+        let marks = marks.ok_or_else(not_ready)?;
+        self.pass("overlay.mark.prepared");
+        self.disks.iter().try_for_each(OverlayDisk::fence_top)?;
+        self.pass("overlay.mark.fenced");
+        rekindle_qemu::block::libvirt::mark(stopped, &marks, &self.others)?;
+        self.pass("overlay.mark.marked");
+        Ok(())
+    }
+
     /// Makes the marked disks durable. Must precede the store's commit.
     ///
     /// # Errors
     /// If a sync fails; then no later one succeeds, either.
-    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
-        self.disks.iter_mut().try_for_each(|disk| disk.seal(marked))
+    pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        self.disks.iter_mut().try_for_each(|disk| disk.seal(qmp, marked))
     }
 
     /// Notes the commit of the checkpoint with these disks, and starts to merge their overlays so that the merge ends
@@ -272,6 +322,7 @@ impl OverlayDisks {
             ended,
             Err(OverlayDisksError::Block(BlockError::EndUnknown { .. })
                 | OverlayDisksError::Directory(_)
+                | OverlayDisksError::LibvirtDisagrees { .. }
                 | OverlayDisksError::Io { .. })
         );
         // QEMU has stopped a guest whose overlay was full.
@@ -294,9 +345,7 @@ impl OverlayDisks {
     fn end_stopped(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         for disk in self.disks {
             let mut stopped = Stopped::check(qmp).map_err(BlockError::from)?;
-            if let Some(chain) = disk.chain() {
-                overlay::end(&mut stopped, chain)?;
-            }
+            disk.end(&mut stopped)?;
             disk.finish_end(qmp)?;
         }
         Ok(())

@@ -1,10 +1,13 @@
 //! Which disk of a VM has its overlays where: `overlays.json` in the run directory, written before the first overlay.
 
-use super::OverlayDisksError;
+use super::libvirt::{self, LibvirtDisk};
+use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_kernel::process::Process;
+use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
 use rekindle_qemu::command::ForeignMachine;
+use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
@@ -37,6 +40,17 @@ pub(super) struct RecordedDisk {
     pub directory: PathBuf,
     /// Length of the disk.
     pub bytes: u64,
+    /// libvirt's name of the disk, such as `vda`, if libvirt puts its overlays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+}
+
+impl RecordedDisk {
+    /// Returns the disk if libvirt puts its overlays.
+    pub fn libvirt_disk(&self) -> Option<LibvirtDisk> {
+        let Self { device, number, image, directory, target, .. } = self.clone();
+        Some(LibvirtDisk { target: target?, device, number, image, directory })
+    }
 }
 
 /// Names a QEMU process: the overlays are for this process only.
@@ -94,6 +108,13 @@ impl OverlayRecord {
         parent: Option<&Path>,
     ) -> Result<Self, OverlayDisksError> {
         let graph = BlockGraph::read(qmp)?;
+        let domain_disks = match vmm.monitor {
+            Some(Monitor::Libvirt { .. }) => Some(libvirt::disks_of(qmp, false)?),
+            _ => None,
+        };
+        if let Some(directory) = graph.files().find_map(libvirt::directory_of_overlay) {
+            return Err(OverlayDisksError::OnOldOverlays { directory: directory.to_owned() });
+        }
         let mut disks = Vec::new();
         for device in graph.devices() {
             let chain = graph.chain_of(device)?;
@@ -106,8 +127,10 @@ impl OverlayRecord {
                 let unsuitable = |why: String| OverlayDisksError::Unsuitable { device: device.into(), why };
                 let image = usable_image(vmm, machine, &chain, node).map_err(unsuitable)?;
                 let directory = directory_of(&image, parent, vm, number).map_err(unsuitable)?;
+                let target = domain_disks.as_ref().map(|disks| fenced_target(vmm, disks, device, &image));
+                let target = target.transpose().map_err(unsuitable)?;
                 let (drive, bytes) = (chain.base.clone(), node.size);
-                disks.push(RecordedDisk { device: device.into(), drive, number, image, directory, bytes });
+                disks.push(RecordedDisk { device: device.into(), drive, number, image, directory, bytes, target });
             }
         }
         Ok(Self { disks })
@@ -133,6 +156,24 @@ fn usable_image(
         return Err(format!("{} is not the file that QEMU has open under this name", image.display()));
     }
     Ok(image)
+}
+
+/// Returns libvirt's name of a disk, or why its image cannot be fenced.
+fn fenced_target(vmm: &Vmm, disks: &[DomainDisk], device: &str, image: &Path) -> Result<String, String> {
+    let target = libvirt::target_of(disks, device).ok_or("libvirt has no disk for this device")?;
+    if !fs::metadata(image).is_ok_and(|metadata| metadata.is_file()) {
+        return Err(format!("{} is not a regular file, which is required for a libvirt domain", image.display()));
+    }
+    if disks.iter().any(|disk| disk.target == target && disk.files.first().map(Path::new) != Some(image)) {
+        return Err(format!("libvirt has another file than {} for it", image.display()));
+    }
+    match fence::is_ignored_by(vmm.pid) {
+        Ok(false) => Ok(target),
+        Ok(true) => Err("its QEMU may write files without write permission (CAP_DAC_OVERRIDE); leave \
+                         clear_emulator_capabilities in qemu.conf at its default"
+            .into()),
+        Err(e) => Err(format!("cannot read the capabilities of its QEMU: {e}")),
+    }
 }
 
 /// Returns whether a QEMU has the file at this path open: it may see another file there, in its own mount namespace.

@@ -12,18 +12,18 @@
 //! checkpoint is committed.
 
 use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
-use super::{OverlayDisksError, OverlayEpoch, overlay_name};
+use super::{OverlayDisksError, OverlayEpoch, fence, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
-use rekindle_disk::overlay::state::OverlayState;
+use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
+use rekindle_kernel::file::is_locked;
 use rekindle_qemu::command::{DiskOverlays, OverlayFile};
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
-use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use uuid::Uuid;
@@ -69,8 +69,7 @@ impl RestoredOverlays {
             return Ok(());
         }
         self.name_fresh(rundir, None)?;
-        let sibling = qemu.with_file_name("qemu-img");
-        let qemu_img = if sibling.exists() { sibling } else { PathBuf::from("qemu-img") };
+        let qemu_img = qemu_img_of(qemu);
         self.disks.iter_mut().try_for_each(|disk| disk.create(&qemu_img))
     }
 
@@ -89,7 +88,18 @@ impl RestoredOverlays {
         for disk in &mut self.disks {
             disk.is_fresh_needed = true;
             let (epoch, fresh) = (disk.at.id.epoch, disk.fresh);
-            disk.directory.record(|state| state.restart_at(epoch, fresh, owner.clone()))?;
+            disk.directory.record(|state| {
+                state.restart_at(epoch, fresh, owner.clone());
+                state.fence = state.fence.map(|fence| OverlayFence { is_in_force: false, ..fence });
+            })?;
+            // The restored guest's QEMU merges into the image. libvirt must not start the domain on a discarded overlay.
+            if let Some(OverlayFence { image_mode, .. }) = disk.directory.state().fence {
+                let discarded = disk.directory.epochs()?.into_iter().filter(|found| *found > epoch && *found != fresh);
+                for epoch in discarded {
+                    fence::close(&disk.directory.path_of(epoch))?;
+                }
+                fence::remove(&disk.at.image, image_mode)?;
+            }
         }
         fault::point("overlay.restore.recorded", None, Some(vmm));
         let path = fresh_path(rundir);
@@ -101,6 +111,58 @@ impl RestoredOverlays {
         let fresh: Vec<FreshOverlay> = self.disks.iter().map(|disk| disk.fresh(owner)).collect();
         write_json(&fresh_path(rundir), &fresh).map_err(OverlayDisksError::io(&fresh_path(rundir)))
     }
+}
+
+/// Returns the `qemu-img` of a QEMU.
+pub(super) fn qemu_img_of(qemu: &Path) -> PathBuf {
+    let sibling = qemu.with_file_name("qemu-img");
+    if sibling.exists() { sibling } else { PathBuf::from("qemu-img") }
+}
+
+/// Makes an empty overlay out of the file at `path`, for a disk of `bytes` bytes in the file `below`.
+pub(super) fn write_header(
+    qemu_img: &Path,
+    path: &Path,
+    below: &Path,
+    format: &str,
+    bytes: u64,
+) -> Result<(), OverlayDisksError> {
+    let mut command = Command::new(qemu_img);
+    // `-u`: the disk below is not opened.
+    command.args(["create", "-q", "-f", "qcow2", "-u", "-o", "lazy_refcounts=on", "-F", format, "-b"]).arg(below);
+    command.arg(path).arg(bytes.to_string()).stdin(Stdio::null());
+    let failed = |why: String| OverlayDisksError::Create { why };
+    let output = command.output().map_err(|e| failed(format!("cannot be started: {e}")))?;
+    if !output.status.success() {
+        return Err(failed(format!("failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
+    }
+    Ok(())
+}
+
+/// Byte that QEMU locks in a file that it may write.
+const QEMU_WRITER_BYTE: u64 = 101;
+
+/// Checks that no program can have changed the files of a libvirt domain's checkpoint, and that no QEMU writes to a
+/// newer overlay: libvirt may have started the domain again on its overlays.
+fn check_fence(
+    at: &OverlayEpoch,
+    directory: &OverlayDirectory<LocalFiles>,
+    below: &[u64],
+) -> Result<(), OverlayDisksError> {
+    let needed = below.iter().map(|epoch| directory.path_of(*epoch)).chain([at.image.clone()]);
+    for file in needed {
+        if fence::is_open(&file)? {
+            return Err(OverlayDisksError::FenceOpen { file });
+        }
+    }
+    for epoch in directory.epochs()? {
+        let path = directory.path_of(epoch);
+        let is_written = File::open(&path).and_then(|file| is_locked(file, QEMU_WRITER_BYTE));
+        if is_written.map_err(OverlayDisksError::io(&path))? {
+            return Err(OverlayDisksError::DomainRuns { file: path });
+        }
+    }
+    Ok(())
 }
 
 /// An overlay that was made for a restored guest which has not run yet.
@@ -158,6 +220,9 @@ impl RestoredDisk {
             return Err(OverlayDisksError::InUse { pid, directory: path() });
         }
         let below = directory.overlays_of(at.id.epoch)?;
+        if state.fence.is_some_and(|fence| fence.is_in_force) {
+            check_fence(at, &directory, &below)?;
+        }
         let fresh = directory.unused_epoch()?;
         Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false })
     }
@@ -181,21 +246,14 @@ impl RestoredDisk {
             Some(epoch) => (self.directory.path_of(*epoch), "qcow2"),
             None => (self.at.image.clone(), self.at.format.as_str()),
         };
-        let mut command = Command::new(qemu_img);
-        // `-u`: the disk below is not opened.
-        command.args(["create", "-q", "-f", "qcow2", "-u", "-o", "lazy_refcounts=on", "-F", format, "-b"]).arg(below);
-        command.args([path.into_os_string(), OsString::from(self.at.bytes.to_string())]).stdin(Stdio::null());
-        let failed = |why: String| OverlayDisksError::Create { why };
-        let output = command.output().map_err(|e| failed(format!("cannot be started: {e}")))?;
-        if !output.status.success() {
-            return Err(failed(format!("failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
-        }
+        write_header(qemu_img, &path, &below, format, self.at.bytes)?;
         Ok(self.directory.make_durable(self.fresh)?)
     }
 
     fn recorded(&self) -> RecordedDisk {
         let OverlayEpoch { device, drive, number, image, bytes, .. } = self.at.clone();
-        RecordedDisk { device, drive, number, image, directory: self.directory.path().to_owned(), bytes }
+        let directory = self.directory.path().to_owned();
+        RecordedDisk { device, drive, number, image, directory, bytes, target: None }
     }
 }
 

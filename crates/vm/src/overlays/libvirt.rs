@@ -1,0 +1,247 @@
+//! A disk of a libvirt domain: overlays are put and merged by libvirt's calls, and the files below are fenced.
+
+use super::{OverlayDisksError, fence, overlay_name};
+use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file, overlay_file_name};
+use rekindle_disk::redo::files::LocalFiles;
+use rekindle_libvirt::disks::{self, DomainDisk};
+use rekindle_qemu::block::graph::{BlockGraph, OverlayChain};
+use rekindle_qemu::block::libvirt;
+use rekindle_qemu::block::names::OverlayName;
+use rekindle_qemu::block::{BlockError, overlay};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::stopped::Stopped;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long libvirt may take to record what QEMU has done.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A disk whose overlays are libvirt's.
+#[derive(Debug, Clone)]
+pub(super) struct LibvirtDisk {
+    /// libvirt's name of the disk, such as `vda`.
+    pub target: String,
+    pub device: String,
+    pub number: u16,
+    pub image: PathBuf,
+    pub directory: PathBuf,
+}
+
+/// Returns the disks of a running domain.
+pub(super) fn disks_of(qmp: &mut Qmp, is_inactive: bool) -> Result<Vec<DomainDisk>, OverlayDisksError> {
+    let xml = libvirt::domain_xml(qmp, is_inactive)?;
+    disks::of_domain(&xml).map_err(|problem| OverlayDisksError::DomainXml { problem })
+}
+
+/// Returns libvirt's name of QEMU's device at this path.
+pub(super) fn target_of(disks: &[DomainDisk], device: &str) -> Option<String> {
+    let alias = device.strip_prefix("/machine/peripheral/")?.split('/').next();
+    Some(disks.iter().find(|disk| disk.alias.as_deref() == alias)?.target.clone())
+}
+
+/// Returns the directory of overlays in which a file is, if it is an overlay.
+pub(super) fn directory_of_overlay(file: &str) -> Option<&Path> {
+    let path = Path::new(file);
+    epoch_of_file(path.file_name()?.to_str()?)?;
+    path.parent()
+}
+
+impl LibvirtDisk {
+    /// Returns the overlay that a file is.
+    fn overlay_of(&self, file: &str) -> Option<OverlayName> {
+        let name = Path::new(file).file_name()?.to_str()?;
+        let is_here = directory_of_overlay(file) == Some(&self.directory);
+        is_here.then_some(overlay_name(self.number, epoch_of_file(name)?))
+    }
+
+    /// Returns the nodes of the device.
+    pub fn chain(&self, graph: &BlockGraph) -> Result<OverlayChain, OverlayDisksError> {
+        graph.chain_by_files(&self.device, |file| self.overlay_of(file)).map_err(|e| match e {
+            BlockError::ForeignNode { node, .. } => {
+                let file = graph.node(&node).map_or_else(|_| node.clone(), |node| node.file.clone());
+                OverlayDisksError::ForeignSnapshot { target: self.target.clone(), file }
+            }
+            e => e.into(),
+        })
+    }
+
+    fn path_of(&self, overlay: &OverlayName) -> PathBuf {
+        self.directory.join(overlay_file_name(overlay.epoch))
+    }
+
+    /// Returns the file that is on top of the disk.
+    pub fn top_file(&self, chain: &OverlayChain) -> PathBuf {
+        chain.overlays.last().map_or_else(|| self.image.clone(), |top| self.path_of(top))
+    }
+
+    /// Returns whether a merge runs, or libvirt has not recorded yet what QEMU has done.
+    pub fn is_merging(&self, qmp: &mut Qmp) -> Result<bool, OverlayDisksError> {
+        Ok(libvirt::merge_of(qmp, &self.target)?.is_some() || self.disagreement(qmp)?.is_some())
+    }
+
+    /// Compares libvirt's record with QEMU's nodes. Returns a file that differs, if any.
+    fn disagreement(&self, qmp: &mut Qmp) -> Result<Option<String>, OverlayDisksError> {
+        let chain = self.chain(&BlockGraph::read(qmp)?)?;
+        let overlays = chain.overlays.iter().rev().map(|overlay| self.path_of(overlay));
+        let actual: Vec<PathBuf> = overlays.chain([self.image.clone()]).collect();
+        let of_target = |disks: Vec<DomainDisk>| disks.into_iter().find(|disk| disk.target == self.target);
+        let recorded = of_target(disks_of(qmp, false)?).map(|disk| disk.files).unwrap_or_default();
+        let differs = |(index, file): (usize, &PathBuf)| recorded.get(index).map(Path::new) != Some(file);
+        if let Some((_, file)) = actual.iter().enumerate().find(|at| differs(*at)) {
+            return Ok(Some(file.to_string_lossy().into_owned()));
+        }
+        // The user may have edited the definition for the next start, but it must not need a file that is removed.
+        let next = of_target(disks_of(qmp, true)?).map(|disk| disk.files).unwrap_or_default();
+        let is_stale =
+            |file: &String| self.overlay_of(file).is_some() && !actual.iter().any(|now| now == Path::new(file));
+        Ok(next.into_iter().find(is_stale))
+    }
+
+    /// Waits until libvirt's record is that of QEMU.
+    pub fn await_record(&self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        let deadline = Instant::now() + RECORD_TIMEOUT;
+        while let Some(file) = self.disagreement(qmp)? {
+            if Instant::now() >= deadline {
+                return Err(OverlayDisksError::LibvirtDisagrees { target: self.target.clone(), file });
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Fences what is below the newest overlay. The newest one, or the image without overlays, can be written.
+    pub fn fence(&self, chain: &OverlayChain, image_mode: u32) -> Result<(), OverlayDisksError> {
+        let Some((top, closed)) = chain.overlays.split_last() else {
+            return fence::remove(&self.image, image_mode);
+        };
+        closed.iter().try_for_each(|overlay| fence::close(&self.path_of(overlay)))?;
+        fence::close(&self.image)?;
+        fence::open(&self.path_of(top))
+    }
+
+    /// Fences the file that is on top of the disk, onto which an overlay is about to be put.
+    pub fn fence_top(&self, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
+        fence::close(&self.top_file(chain))
+    }
+
+    /// Removes the fence of the image and all overlays.
+    pub fn remove_fence(
+        &self,
+        directory: &OverlayDirectory<LocalFiles>,
+        image_mode: u32,
+    ) -> Result<(), OverlayDisksError> {
+        directory.epochs()?.into_iter().try_for_each(|epoch| fence::open(&directory.path_of(epoch)))?;
+        fence::remove(&self.image, image_mode)
+    }
+
+    /// Starts to merge the overlays up to `up_to`. The image can be written by others only until this returns: QEMU has
+    /// opened it then.
+    pub fn start_merge(
+        &self,
+        qmp: &mut Qmp,
+        up_to: &Path,
+        speed: u64,
+        pass: impl Fn(),
+    ) -> Result<(), OverlayDisksError> {
+        fence::open(&self.image)?;
+        pass();
+        let started = libvirt::start_merge(qmp, &self.target, &self.image, Some(up_to), speed);
+        fence::close(&self.image)?;
+        Ok(started?)
+    }
+
+    /// Waits for the end of a merge, and until libvirt has recorded it.
+    pub fn finish_merge(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
+        if !libvirt::is_ended(qmp, &self.target, timeout)? {
+            let job = format!("commit-{}", self.target);
+            return Err(BlockError::JobTimeout { job, after: timeout }.into());
+        }
+        self.await_record(qmp)
+    }
+
+    /// Copies all overlays into the image while the guest runs.
+    pub fn prepare_end(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
+        libvirt::start_merge(qmp, &self.target, &self.image, None, 0)?;
+        self.await_copied(qmp, timeout).inspect_err(|_| {
+            if let Err(e) = libvirt::cancel_merge(qmp, &self.target) {
+                tracing::warn!(disk = self.target, error = %e, "cannot cancel a block job");
+            }
+        })
+    }
+
+    /// Waits until QEMU has copied all overlays, and libvirt has recorded that: it rejects the pivot before.
+    fn await_copied(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
+        libvirt::wait_copied(qmp, &self.target, timeout)?;
+        let deadline = Instant::now() + RECORD_TIMEOUT;
+        while !disks_of(qmp, false)?.iter().any(|disk| disk.target == self.target && disk.is_copied) {
+            if Instant::now() >= deadline {
+                let (target, file) = (self.target.clone(), self.image.to_string_lossy().into_owned());
+                return Err(OverlayDisksError::LibvirtDisagrees { target, file });
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Puts the device on its image.
+    pub fn end(&self, stopped: &mut Stopped<'_>, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
+        if chain.overlays.is_empty() {
+            return Ok(());
+        }
+        let pivoted = libvirt::pivot(stopped, &self.target);
+        let Some(qmp) = stopped.qmp() else { return Ok(()) };
+        // After an error, also a lost answer, the device may nevertheless be on its image: the graph decides.
+        let unknown = |e: BlockError| BlockError::EndUnknown { device: self.device.clone(), source: Box::new(e) };
+        if pivoted.is_err() {
+            libvirt::cancel_merge(qmp, &self.target).map_err(unknown)?;
+        }
+        let now = self.chain(&BlockGraph::read(qmp).map_err(unknown)?)?;
+        match pivoted {
+            _ if now.overlays.is_empty() => Ok(()),
+            Err(e) => Err(e.into()),
+            Ok(()) => {
+                let (device, base, actual) = (self.device.clone(), now.base.clone(), now.top());
+                Err(BlockError::NotOnBase { device, base, actual }.into())
+            }
+        }
+    }
+}
+
+/// Removes the nodes of overlays from a QEMU that has them from Rekindle; libvirt removes those of its own.
+pub(super) fn remove_unused(disk: Option<&LibvirtDisk>, qmp: &mut Qmp, name: OverlayName) -> Result<(), BlockError> {
+    match disk {
+        Some(_) => Ok(()),
+        None => overlay::remove_unused(qmp, name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rekindle_qemu::block::names::is_overlay_file;
+
+    #[test]
+    fn an_overlay_has_the_file_name_by_which_it_is_recognised() {
+        let file = format!("/images/disk.rekindle/{}", overlay_file_name(7));
+        assert!(is_overlay_file(&file));
+        assert_eq!(directory_of_overlay(&file), Some(Path::new("/images/disk.rekindle")));
+        assert_eq!(directory_of_overlay("/images/disk.rekindle/state"), None);
+    }
+
+    #[test]
+    fn libvirts_name_of_a_device_is_found_by_its_alias() {
+        let disk = |target: &str, alias: &str| DomainDisk {
+            target: target.into(),
+            alias: Some(alias.into()),
+            files: Vec::new(),
+            is_copied: false,
+        };
+        let disks = [disk("vda", "virtio-disk0"), disk("sda", "scsi0-0-0-0")];
+        let target = |device| target_of(&disks, device);
+        assert_eq!(target("/machine/peripheral/virtio-disk0/virtio-backend").as_deref(), Some("vda"));
+        assert_eq!(target("/machine/peripheral/scsi0-0-0-0").as_deref(), Some("sda"));
+        assert_eq!(target("/machine/peripheral-anon/device[1]"), None);
+    }
+}
