@@ -29,107 +29,196 @@ app.command()(main)
 write = partial(write_rows, rows)
 GIB = 1 << 30
 ROUNDS = 8
-READ_BEFORE_S, FIRST_READ_S = 1.8, {"warm-cache": 2.0, "cold": 12.0}
-"""Reads of a file in round 0; round n takes 10 ms longer for each n."""
-MEDIAN_ROUND_S = 0.01 * (ROUNDS - 1) / 2
-TPCH_BEFORE_S, TPCH_AFTER_S = 10.0, {"warm-cache": 10.1, "cold": 20.0}
-HTTP_BEFORE_MB, HTTP_AFTER_MB = 20.0, {"warm-cache": 19.8, "cold": 4.0}
-"""Served in one second."""
-RAM_MIB, HOST_MIB = 2048, {"ram": 2100, "private": 500, "code": 400}
-"""A guest's RAM, and the host's memory for it: in files, private, and program code, which does not count."""
+MEDIAN_ROUND = (ROUNDS - 1) / 2
+"""Durations and rates grow linearly with the round, so their medians are those of this round."""
+
+READ_BEFORE_S = 1.8
+"""Duration of a read of a file in round 0, before a reboot and at the second read after it."""
+FIRST_READ_S = {"warm-cache": 2.0, "cold": 12.0}
+"""Duration of the first read after a reboot in round 0."""
+READ_STEP_S = 0.01
+"""Each round's reads take longer than those of the round before it by this."""
+
+TPCH_BEFORE_S = 10.0
+"""Duration of all queries of TPC-H before a reboot."""
+TPCH_AFTER_S = {"warm-cache": 10.1, "cold": 20.0}
+"""Duration of all queries after a reboot."""
+
+HTTP_BEFORE_MB = 20.0
+"""What a web server sends in one second before a reboot."""
+HTTP_AFTER_MB = {"warm-cache": 19.8, "cold": 4.0}
+"""What it sends in one second after a reboot."""
+
+RAM_MIB = 2048
+"""The guest's RAM."""
+HOST_MIB = {"ram": 2100, "private": 500, "code": 400}
+"""The host's memory for the guest: in files, private, and the program code in it, which does not count."""
+
 MAP_MS = {"map": 1010, "no-map": 1000}
-SERVER_MB, DAEMON_MB = 120, {"qsd": 80, "qsd-threads": 100}
-"""Rates per s of round 0 on the native disk; round n is n MB faster. The CPU takes 10 ms for each MB of round 0."""
+"""Duration of an access with and without the block map, in which the server records which blocks the guest caches."""
+
+SERVER_MB = 120
+"""Rate of Rekindle's disk server per s in round 0, without a guest. It is 1 MB higher in each round."""
+DAEMON_MB = {"qsd": 80, "qsd-threads": 100}
+"""The same of QEMU's storage daemon, in the two ways to run it."""
 NATIVE_REQUESTS = 10**5
+"""Requests in one measurement of these rates."""
+CPU_US_PER_MB = 10**4
+"""Processor time of a measurement, for each MB of the rate in round 0."""
+RETAINED_READ_CPU_S = 0.5
+"""Processor time for 1 GiB from the retained cache."""
+
 HELPER_BACK_MS = range(80, 91)
-"""Times until a killed server serves again."""
+"""Times until a killed server serves again, one for each kill."""
 
 
-def read(how, at, seconds, number):
+def row(case, what, how, limit, number, **columns):
+    """Returns a row of round `number`."""
+    return Row(case=case, what=what, how=how, limit=limit, round=number, **columns)
+
+
+def read_row(how, at, seconds, number):
+    """Returns a row of a read of 1 GiB in a guest."""
     columns = {"memory_mib": RAM_MIB, "block": 4096, "bytes": GIB, "us": round(seconds * 1e6)}
-    return Row(case="files", what="read", how=how, limit="paper", round=number, at=at, **columns)
+    return row("files", "read", how, "paper", number, at=at, **columns)
 
 
-def second(how, number, at, mb):
-    """Returns a row of one second of a web server, before (`at` below 0) or after a reboot."""
-    columns = {"memory_mib": 1024, "second": at, "requests": 1, "bytes": int(mb * 1e6), "us": 1}
-    return Row(case="http", what="http", how=how, limit="paper", round=number, **columns)
+def web_row(how, number, second, mb):
+    """Returns a row of one second of a web server, before (`second` below 0) or after a reboot."""
+    columns = {"memory_mib": 1024, "second": second, "requests": 1, "bytes": int(mb * 1e6), "us": 1}
+    return row("http", "http", how, "paper", number, **columns)
 
 
-def queries(how, number, at, seconds):
+def tpch_row(how, number, at, seconds):
     """Returns a row of the 22 queries of TPC-H."""
     steps = [{"step": f"Q{n}", "us": 1000 * n} for n in range(1, 23)]
-    columns = {"at": at, "us": int(seconds * 1e6), "steps": steps}
-    return Row(case="tpch", what="tpch", how=how, limit="paper", round=number, **columns)
+    return row("tpch", "tpch", how, "paper", number, at=at, us=int(seconds * 1e6), steps=steps)
+
+
+def reboot_rows(how, number):
+    """Returns what is measured before and after one reboot: reads of files, memory, queries and the web server."""
+    reads_s = {-2: READ_BEFORE_S, -1: READ_BEFORE_S, 1: FIRST_READ_S[how], 2: READ_BEFORE_S}
+    host_kib = {f"{kind}_kib": mib * 1024 for kind, mib in HOST_MIB.items()}
+    return [
+        *(read_row(how, at, seconds + READ_STEP_S * number, number) for at, seconds in reads_s.items()),
+        row("files", "memory", how, "paper", number, memory_mib=RAM_MIB, cached_kib=0, **host_kib),
+        tpch_row(how, number, -1, TPCH_BEFORE_S),
+        tpch_row(how, number, 1, TPCH_AFTER_S[how]),
+        *(web_row(how, number, second, HTTP_BEFORE_MB) for second in (-3, -2, -1)),
+        *(web_row(how, number, second, HTTP_AFTER_MB[how]) for second in range(1, 8)),
+    ]
+
+
+def map_rows(number):
+    """Returns the accesses with and without the block map."""
+    return [
+        row("map", what, how, "none", number, bytes=GIB, us=ms * 1000 + number, cpu_us=1)
+        for how, ms in MAP_MS.items()
+        for what in ("read", "write", "bytes")
+    ]
+
+
+def native_rows(number):
+    """Returns what is measured of the disk servers without a guest (`native`). There are no writes."""
+    all_rows = []
+    for how, mb in {"server": SERVER_MB, **DAEMON_MB}.items():
+        columns = {"bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": mb * CPU_US_PER_MB}
+        all_rows.append(row("native", "read", how, "none", number, block=4096, requests=NATIVE_REQUESTS, **columns))
+    # A read of 1 GiB from the retained cache, in requests of 1 MiB. `attic` is its name in rows.
+    columns = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": int(RETAINED_READ_CPU_S * 1e6)}
+    return [*all_rows, row("native", "read", "attic", "none", number, **columns)]
+
+
+def helper_rows():
+    """Returns kills of the disk server, and one check of what the guest has read meanwhile."""
+    kills = [row("helper", "kill", "server", "none", number, us=ms * 1000) for number, ms in enumerate(HELPER_BACK_MS)]
+    return [*kills, row("helper", "verify", "server", "none", 0, bytes=GIB, errors=0)]
 
 
 def invented_rows():
     all_rows = []
     for number in range(ROUNDS):
-        for how in ("warm-cache", "cold"):
-            reads_s = {-2: READ_BEFORE_S, -1: READ_BEFORE_S, 1: FIRST_READ_S[how], 2: READ_BEFORE_S}
-            all_rows += [read(how, at, seconds + number / 100, number) for at, seconds in reads_s.items()]
-            columns = {f"{kind}_kib": mib * 1024 for kind, mib in HOST_MIB.items()}
-            columns |= {"memory_mib": RAM_MIB, "cached_kib": 0}
-            all_rows.append(Row(case="files", what="memory", how=how, limit="paper", round=number, **columns))
-            all_rows.append(queries(how, number, -1, TPCH_BEFORE_S))
-            all_rows.append(queries(how, number, 1, TPCH_AFTER_S[how]))
-            all_rows += [second(how, number, at, HTTP_BEFORE_MB) for at in (-3, -2, -1)]
-            all_rows += [second(how, number, at, HTTP_AFTER_MB[how]) for at in range(1, 8)]
+        all_rows += reboot_rows("warm-cache", number) + reboot_rows("cold", number)
         # The floor of TPC-H: a cold reboot, after which all files are read before the queries.
-        all_rows.append(queries("cold-read", number, 1, TPCH_BEFORE_S))
-        for how, ms in MAP_MS.items():
-            columns = {"bytes": GIB, "us": ms * 1000 + number, "cpu_us": 1}
-            all_rows += [
-                Row(case="map", what=what, how=how, limit="none", round=number, **columns)
-                for what in ("read", "write", "bytes")
-            ]
-        for how, mb in {"server": SERVER_MB, **DAEMON_MB}.items():
-            columns = {"block": 4096, "bytes": (mb + number) * 10**6, "us": 10**6, "cpu_us": mb * 10**4}
-            columns["requests"] = NATIVE_REQUESTS
-            all_rows.append(Row(case="native", what="read", how=how, limit="none", round=number, **columns))
-        columns = {"block": 1 << 20, "bytes": GIB, "us": 10**6, "cpu_us": 500_000}
-        all_rows.append(Row(case="native", what="read", how="attic", limit="none", round=number, **columns))
-    all_rows += [
-        Row(case="helper", what="kill", how="server", limit="none", round=number, us=ms * 1000)
-        for number, ms in enumerate(HELPER_BACK_MS)
-    ]
-    all_rows.append(Row(case="helper", what="verify", how="server", limit="none", round=0, bytes=GIB, errors=0))
-    return all_rows
+        all_rows.append(tpch_row("cold-read", number, 1, TPCH_BEFORE_S))
+        all_rows += map_rows(number) + native_rows(number)
+    return all_rows + helper_rows()
 
 
-def test_known_rows_give_known_figures(tmp_path):
-    """Figures are ratios of medians; the peer is the fastest. `map`: the server records which page caches a block."""
-    findings = analysis.figures(write(tmp_path / "r.csv", invented_rows()), "r.csv")
-    by_id = {figure.id: figure for figure in findings.figures}
-    before_s, warm_s, cold_s = (seconds + MEDIAN_ROUND_S for seconds in (READ_BEFORE_S, *FIRST_READ_S.values()))
-    assert by_id["first_read_vs_cold"].value == pytest.approx(cold_s / warm_s, rel=1e-4)
-    assert not by_id["first_read_vs_cold"].met
-    assert by_id["first_read_vs_before"].value == pytest.approx(before_s / warm_s, rel=1e-4)
-    assert by_id["first_read_vs_before"].met
-    warm_tpch = TPCH_AFTER_S["warm-cache"] / TPCH_BEFORE_S
-    assert by_id["tpch_after_vs_before"].value == by_id["tpch_after_vs_floor"].value == pytest.approx(warm_tpch)
-    assert by_id["nginx_after_vs_before"].value == pytest.approx(HTTP_AFTER_MB["warm-cache"] / HTTP_BEFORE_MB)
-    assert by_id["map_cost"].met
-    assert by_id["map_cost_bytes"].value == pytest.approx(MAP_MS["map"] / MAP_MS["no-map"], abs=1e-3)
-    assert by_id["attic_read_native"].value == pytest.approx(GIB / 5e8)  # bytes by CPU time: 0.5 s
-    counted_mib = HOST_MIB["ram"] + HOST_MIB["private"] - HOST_MIB["code"] - 64  # 64 MiB are allowed
-    assert by_id["host_memory_peak"].value == pytest.approx(counted_mib / RAM_MIB)
-    back, errors = by_id["helper_back"], by_id["helper_back_errors"]
-    assert (back.value, back.n, back.met, errors.value, errors.met) == (
-        statistics.median(HELPER_BACK_MS),
-        len(HELPER_BACK_MS),
-        True,
-        0,
-        True,
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "r.csv"
+    return analysis.figures(write(path, invented_rows()), path.name)
+
+
+@pytest.fixture(scope="module")
+def figures(findings):
+    """The figures of the invented rows, by id."""
+    return {figure.id: figure for figure in findings.figures}
+
+
+def test_the_first_read_is_compared_with_a_cold_one_and_with_the_last_one_before(figures):
+    """By the median of the rates. Both bars are in `analysis`."""
+    before_s, warm_s, cold_s = (
+        seconds + READ_STEP_S * MEDIAN_ROUND
+        for seconds in (READ_BEFORE_S, FIRST_READ_S["warm-cache"], FIRST_READ_S["cold"])
     )
-    native = by_id["native_vs_qsd"].as_json()
+    vs_cold, vs_before = figures["first_read_vs_cold"], figures["first_read_vs_before"]
+    assert vs_cold.value == pytest.approx(cold_s / warm_s, rel=1e-4)
+    assert cold_s / warm_s < analysis.FIRST_READ_VS_COLD
+    assert not vs_cold.met
+    assert vs_before.value == pytest.approx(before_s / warm_s, rel=1e-4)
+    assert before_s / warm_s > analysis.FIRST_READ_VS_BEFORE
+    assert vs_before.met
+
+
+def test_queries_and_the_web_server_are_compared_with_those_before_the_reboot(figures):
+    """The floor of the queries is as fast as they were before."""
+    slowdown = TPCH_AFTER_S["warm-cache"] / TPCH_BEFORE_S
+    assert figures["tpch_after_vs_before"].value == figures["tpch_after_vs_floor"].value == pytest.approx(slowdown)
+    assert figures["nginx_after_vs_before"].value == pytest.approx(HTTP_AFTER_MB["warm-cache"] / HTTP_BEFORE_MB)
+
+
+def test_the_block_map_costs_what_accesses_take_longer_with_it(figures):
+    """The rows have three kinds of accesses; all take equally long."""
+    assert figures["map_cost"].met
+    assert figures["map_cost_bytes"].value == pytest.approx(MAP_MS["map"] / MAP_MS["no-map"], abs=1e-3)
+
+
+def test_reads_from_the_retained_cache_are_counted_by_processor_time(figures):
+    """In GB per s of one core."""
+    assert figures["attic_read_native"].value == pytest.approx(GIB / 1e9 / RETAINED_READ_CPU_S)
+
+
+def test_program_code_and_the_allowed_memory_are_not_counted(figures):
+    """As a share of the guest's RAM."""
+    allowed_mib = 64
+    counted_mib = HOST_MIB["ram"] + HOST_MIB["private"] - HOST_MIB["code"] - allowed_mib
+    assert figures["host_memory_peak"].value == pytest.approx(counted_mib / RAM_MIB)
+
+
+def test_a_killed_server_is_back_after_the_median_of_the_kills(figures):
+    """The guest has seen no error."""
+    back, errors = figures["helper_back"], figures["helper_back_errors"]
+    assert (back.value, back.n) == (statistics.median(HELPER_BACK_MS), len(HELPER_BACK_MS))
+    assert back.met
+    assert errors.value == 0
+    assert errors.met
+
+
+def test_the_server_is_compared_with_the_fastest_way_of_the_daemon(figures):
+    """By rate and by processor time per request."""
+    native = figures["native_vs_qsd"].as_json()
     assert (native["met"], native["verdict"], native["bar"]) == (True, "better", ">= 1")
-    fastest_mb, median_round_mb = max(DAEMON_MB.values()), (ROUNDS - 1) / 2
-    rate_ratio = (SERVER_MB + median_round_mb) / (fastest_mb + median_round_mb)
-    assert native["value"] == pytest.approx(rate_ratio, abs=0.02)
-    assert native["server_us_a_request"] == SERVER_MB * 10**4 / NATIVE_REQUESTS
-    assert native["peer_us_a_request"] == fastest_mb * 10**4 / NATIVE_REQUESTS
+    fastest_mb = max(DAEMON_MB.values())
+    rate_ratio = (SERVER_MB + MEDIAN_ROUND) / (fastest_mb + MEDIAN_ROUND)
+    assert native["value"] == pytest.approx(rate_ratio, rel=1e-5)  # six digits are reported
+    assert native["server_us_a_request"] == SERVER_MB * CPU_US_PER_MB / NATIVE_REQUESTS
+    assert native["peer_us_a_request"] == fastest_mb * CPU_US_PER_MB / NATIVE_REQUESTS
+
+
+def test_a_kind_of_access_without_rows_is_reported_as_absent(findings):
+    """The disk servers were not measured with writes."""
     assert [line for line in findings.absent if "write" in line]
 
 

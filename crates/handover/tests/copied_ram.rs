@@ -32,6 +32,15 @@ use std::time::Duration;
 /// Name of the main RAM block, as libvirt chooses it.
 const MAIN_RAM: &str = "pc.ram";
 const RAM_MIB: u64 = 192;
+const MIB: u64 = 1 << 20;
+/// Guest commands: fill a part of the memory with a pattern, then write random pages of it all the time. `verify`
+/// checks that each page has the content last written, and counts the pages.
+const FILL_MEMORY: &str = "touch 48M 7";
+const WRITE_MEMORY: &str = "dirty 20 48 random";
+const STOP_WRITING: &str = "dirty 0";
+const FILLED_BYTES: u64 = 48 * MIB;
+/// A machine type that all versions of QEMU in these tests have.
+const COMMON_MACHINE: &str = "pc-q35-7.2";
 /// Blocks of 4096 bytes of the guest's disk.
 const DISK_BLOCKS: u64 = 2048;
 /// Stops of each guest, after each of which the copy is compared.
@@ -105,7 +114,7 @@ fn different_pages(source: &GuestRam, copy: &CopiedRam) -> Vec<u64> {
     let mut theirs = vec![0; PAGE_SIZE * PIECE_PAGES as usize];
     let mut ours = theirs.clone();
     let mut different = Vec::new();
-    for first_page in (0..(RAM_MIB << 20) / PAGE_SIZE as u64).step_by(PIECE_PAGES as usize) {
+    for first_page in (0..(RAM_MIB * MIB) / PAGE_SIZE as u64).step_by(PIECE_PAGES as usize) {
         let start = first_page * PAGE_SIZE as u64;
         source.read(block, std::slice::from_ref(&(start..start + theirs.len() as u64)), &mut theirs).unwrap();
         file.read_exact_at(&mut ours, start).unwrap();
@@ -133,6 +142,12 @@ fn read_disk(qemu: &ForeignQemu, end: &AtomicBool, reads: &AtomicU64) {
     assert_eq!(digests.len(), 1, "{digests:?}");
 }
 
+/// Chooses when a copy of a running guest ends, so that each pause has to copy another number of pages.
+fn random_limit(random: u64) -> CopyLimit {
+    CopyLimit { remaining_bytes: random % (4 * MIB), rounds: 1 + (random >> 32) as u32 % 4 }
+}
+
+/// Stops a guest [`STOPS`] times while it writes memory, and compares the copy with its RAM at each stop.
 fn follow_a_guest(source: &Source, seed: u64, reads: &AtomicU64) {
     let mut qmp = source.qemu.qmp();
     let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
@@ -144,10 +159,10 @@ fn follow_a_guest(source: &Source, seed: u64, reads: &AtomicU64) {
     for stop in 0..STOPS {
         random = next_random(random);
         let reads_before = reads.load(Ordering::Relaxed);
-        let limit = CopyLimit { remaining_bytes: random % (4 << 20), rounds: 1 + (random >> 32) as u32 % 4 };
-        running_bytes += copy.copy_while_running(&mut qmp, limit).unwrap().copied_bytes;
+        running_bytes += copy.copy_while_running(&mut qmp, random_limit(random)).unwrap().copied_bytes;
         // Some stops are in the middle of a disk read, others have whole reads since the last round.
-        if random.is_multiple_of(2) {
+        let whole_read = random.is_multiple_of(2);
+        if whole_read {
             wait_for("a disk read", Duration::from_secs(60), || {
                 (reads.load(Ordering::Relaxed) > reads_before).then_some(())
             });
@@ -157,7 +172,8 @@ fn follow_a_guest(source: &Source, seed: u64, reads: &AtomicU64) {
         assert_is_ram(&ram, &copy, &format!("seed {seed}, stop {stop}"));
         guest::resume(&mut qmp).unwrap();
     }
-    assert!(running_bytes > RAM_MIB << 19 && rest_bytes > 0, "{running_bytes} {rest_bytes}");
+    assert!(running_bytes > RAM_MIB * MIB / 2, "{running_bytes} bytes were copied while the guest ran");
+    assert!(rest_bytes > 0, "no stop left a page to copy");
     copy.detach().unwrap();
     assert_eq!(open_files(source.qemu.process.pid), before);
     assert!(remote::registered(source.qemu.process, Mode::all()).unwrap().is_empty());
@@ -167,8 +183,8 @@ fn follow_a_guest(source: &Source, seed: u64, reads: &AtomicU64) {
 fn the_copy_of_a_running_guest_is_its_ram_at_each_stop() {
     for (binary, seed) in binaries().into_iter().zip(1..) {
         let source = Source::boot(binary, "memory-backend-ram");
-        source.qemu.ask("touch 48M 7");
-        source.qemu.ask("dirty 20 48 random");
+        source.qemu.ask(FILL_MEMORY);
+        source.qemu.ask(WRITE_MEMORY);
         let (end, reads) = (AtomicBool::new(false), AtomicU64::new(0));
         thread::scope(|scope| {
             scope.spawn(|| read_disk(&source.qemu, &end, &reads));
@@ -183,9 +199,8 @@ fn the_copy_of_a_running_guest_is_its_ram_at_each_stop() {
                 std::panic::resume_unwind(panic);
             }
         });
-        source.qemu.ask("dirty 0");
+        source.qemu.ask(STOP_WRITING);
         assert!(source.qemu.ask("verify").parse::<u64>().unwrap() > 0);
-        assert!(source.directory.path().exists());
     }
 }
 
@@ -209,11 +224,13 @@ fn a_page_that_is_not_copied_is_detected_and_needs_a_copy_while_the_guest_runs()
     assert!(!different_pages(&ram, &copy).is_empty(), "the guest has written since the last round");
     copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap();
     assert_is_ram(&ram, &copy, "after the rest was copied");
+    // The comparison itself finds a single changed bit.
+    const CHANGED_PAGE: u64 = 5;
     let file = &copy.blocks().next().unwrap().file;
     let mut byte = [0];
-    file.read_exact_at(&mut byte, 5 * PAGE_SIZE as u64).unwrap();
-    file.write_all_at(&[byte[0] ^ 1], 5 * PAGE_SIZE as u64).unwrap();
-    assert_eq!(different_pages(&ram, &copy), [5]);
+    file.read_exact_at(&mut byte, CHANGED_PAGE * PAGE_SIZE as u64).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], CHANGED_PAGE * PAGE_SIZE as u64).unwrap();
+    assert_eq!(different_pages(&ram, &copy), [CHANGED_PAGE]);
 }
 
 #[test]
@@ -244,7 +261,8 @@ fn vmm_of(qemu: &ForeignQemu) -> Vmm {
     }
 }
 
-/// Sends the state of the stopped source, except its main RAM, to a destination that waits for it.
+/// Sends the state of the stopped source, except its main RAM, to a destination that waits for it at `feed`: first the
+/// other RAM blocks (`carried`: firmware, video memory), then the devices. The destination maps the main RAM.
 fn send_state(source: &Source, qmp: &mut Qmp, ram: &GuestRam, copy: &CopiedRam, feed: &mut Feed) {
     let table: Vec<_> = ram.blocks().iter().map(|block| block.info.clone()).collect();
     let all = table.len();
@@ -263,9 +281,9 @@ fn send_state(source: &Source, qmp: &mut Qmp, ram: &GuestRam, copy: &CopiedRam, 
 #[test]
 fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
     for (from, to) in [(qemu_old(), qemu_new()), (qemu_new(), qemu_newest())] {
-        let mut source = Source::boot_as(from, "memory-backend-ram", "pc-q35-7.2");
-        source.qemu.ask("touch 48M 7");
-        source.qemu.ask("dirty 20 48 random");
+        let mut source = Source::boot_as(from, "memory-backend-ram", COMMON_MACHINE);
+        source.qemu.ask(FILL_MEMORY);
+        source.qemu.ask(WRITE_MEMORY);
         let boot = source.qemu.ask("boot-id");
         let mut qmp = source.qemu.qmp();
         let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
@@ -275,7 +293,7 @@ fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
         let backend = format!("memory-backend-file,mem-path={mapped},share=on");
         let directory = tempfile::tempdir().unwrap();
         let disk = source.directory.path().join("disk");
-        let options = options(to, &backend, "pc-q35-7.2", &disk).arguments(&["-incoming", "defer", "-S"]);
+        let options = options(to, &backend, COMMON_MACHINE, &disk).arguments(&["-incoming", "defer", "-S"]);
         let destination = ForeignQemu::start(directory.path(), &options);
         let mut destination_qmp = destination.qmp();
         let mut feed = copy.connect(&vmm_of(&destination), &mut destination_qmp).unwrap();
@@ -290,18 +308,20 @@ fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
         guest::resume(&mut destination_qmp).unwrap();
         source.qemu.kill();
         assert_eq!(destination.ask("boot-id"), boot);
-        destination.ask("dirty 0");
+        destination.ask(STOP_WRITING);
         assert!(destination.ask("verify").parse::<u64>().unwrap() > 0);
         destination.ask(&format!("read vda 0 {DISK_BLOCKS}"));
+        // QEMU expects a description of the devices at the end of the stream, and warns if it is missing.
         let log = fs::read_to_string(destination.path("log")).unwrap();
         assert!(!log.contains("vmdescription"), "{log}");
 
-        // As its manager does it, which does not know the capabilities of the hand-over.
+        // With the capabilities of the hand-over, shared RAM is not in a stream. A manager does not know them, and
+        // saves all of the RAM.
         guest::stop(&mut destination_qmp).unwrap();
         let saved = directory.path().join("saved");
-        let without = [("x-ignore-shared", false), ("late-block-activate", false)];
-        set_capabilities(&mut destination_qmp, &without).unwrap();
+        let managers_capabilities = [("x-ignore-shared", false), ("late-block-activate", false)];
+        set_capabilities(&mut destination_qmp, &managers_capabilities).unwrap();
         save_to_file(&mut destination_qmp, &fs::File::create(&saved).unwrap(), rekindle_testing::DEADLINE).unwrap();
-        assert!(saved.metadata().unwrap().len() > 48 << 20);
+        assert!(saved.metadata().unwrap().len() > FILLED_BYTES);
     }
 }

@@ -6,6 +6,10 @@
 //! is resumed only if three conditions hold: the source host has reported the commit; after that, this host has become
 //! the store's owner; and the device state and each page that QEMU was given equal those of the committed checkpoint.
 //! Until then, access to any other page blocks.
+//!
+//! A load gives QEMU two kinds of pages. *Small blocks* are RAM blocks that are not loaded on demand (firmware, ACPI
+//! tables, video memory). The waiting QEMU has a copy of its own of them, so it gets only the pages that *differ*.
+//! *Pages for the load* are pages of the other blocks that QEMU itself reads while it loads the devices.
 
 use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImage, ReadPages, SmallBlockPages};
 use super::load::{self, EmptyDestination};
@@ -53,7 +57,7 @@ pub(crate) struct EarlyLoad<'a> {
     vm: Vm,
     recipe: Recipe,
     input: LoadInput,
-    /// The content of the blocks that are not loaded on demand.
+    /// The content of the small blocks in the checkpoint.
     small_blocks: Contents,
     spare: SpareConnections,
 }
@@ -92,8 +96,9 @@ impl<'a> EarlyLoad<'a> {
             WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, primed.take()).map_err(unusable)?;
         let (vm, recipe) = (chosen.image.vm().clone(), chosen.recipe.clone());
         let input = checkpoint::read(chosen)?;
-        let mut small_blocks = input.own_copy(&waiting.ram)?;
-        let pages = input.read_pages(|image| input.read_differing(image, &small_blocks))?;
+        let own_copy = input.own_copy(&waiting.ram)?;
+        let pages = input.read_pages(|image| input.read_differing(image, &own_copy))?;
+        let mut small_blocks = own_copy;
         if let SmallBlockPages::Differing(differing) = &pages.small {
             small_blocks.extend(differing.iter().cloned());
         }
@@ -107,7 +112,7 @@ impl<'a> EarlyLoad<'a> {
         self.input.number
     }
 
-    /// Returns the pages that were read.
+    /// Returns the pages that were read: all pages of the small blocks, and the pages for the load.
     pub(crate) fn pages(&self) -> Vec<PageRun> {
         let small_blocks = self.input.small_blocks();
         let mut runs: Vec<_> =
@@ -152,11 +157,14 @@ impl<'a> EarlyLoad<'a> {
         let empty = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
         let handover = handover_into(&slot, journal, recorder);
         let input = Arc::new(input);
+        // Why the commit was not confirmed. QEMU is then killed, so the load fails too, with an error that hides this
+        // one.
         let confirm_error = OnceLock::new();
         let restored = thread::scope(|scope| {
             let (input, slot, confirm_error) = (&input, &slot, &confirm_error);
             let confirm = move || {
-                // If the checkpoint is never committed, access to its pages must fail and not block forever.
+                // If `confirm` fails or panics before it sets the image, access to the checkpoint's pages must fail and
+                // not block forever.
                 let _guard = NeverCommittedOnDrop(&input.image);
                 let confirmed = expected.confirm(&committed, input, request, &slot.rundir, &slot.state.hardware);
                 confirmed.map_err(|e| {
@@ -169,12 +177,13 @@ impl<'a> EarlyLoad<'a> {
             };
             load::load_and_resume(handover, empty, input, Some(scope.spawn(confirm)), &mut |_| Ok(()), request, started)
         });
-        // The first error has caused the other one.
+        // An error of `confirm` has caused the error of the load.
         restored.map_err(|e| super::undo(slot, confirm_error.into_inner().unwrap_or(e)))
     }
 }
 
-/// Records on drop that the checkpoint will never be committed, unless it is.
+/// Records on drop that the checkpoint will never be committed. Has no effect if the committed image is set, because an
+/// image can be set only once.
 struct NeverCommittedOnDrop<'a>(&'a PendingImage);
 
 impl Drop for NeverCommittedOnDrop<'_> {
@@ -188,12 +197,13 @@ struct ExpectedCheckpoint {
     vm: Vm,
     recipe: Recipe,
     epochs: Epochs,
-    /// Pages of the blocks that are not loaded on demand. Missing pages are zero.
+    /// The content of the small blocks. Missing pages are zero.
     small_blocks: Contents,
 }
 
 impl ExpectedCheckpoint {
-    /// Applies the changes `sent` to `input`. `small_blocks` is the content of these blocks before these changes.
+    /// Applies the changes `sent` to `input`, which has the previous checkpoint, and to `small_blocks`, the content of
+    /// its small blocks. Changes of pages that the load does not need are ignored.
     fn of(
         input: LoadInput,
         mut small_blocks: Contents,
@@ -204,6 +214,7 @@ impl ExpectedCheckpoint {
         let SentState { number, devices, epochs, pages: changed } = sent;
         stream::check(&devices)?;
         let small_block_ids: Vec<_> = input.small_blocks().map(|(index, _)| index).collect();
+        // `EarlyLoad::new` has read only `Differing` pages.
         let (mut differing, mut for_load): (Contents, Contents) = match input.pages {
             Some(ReadPages { small: SmallBlockPages::All(small) | SmallBlockPages::Differing(small), for_load }) => {
                 (small.into_iter().collect(), for_load.into_iter().collect())
@@ -264,6 +275,7 @@ impl ExpectedCheckpoint {
         input.image.set(Some(image));
         let image = input.image()?;
         require(image.devices()? == input.devices, "its device state")?;
+        // Of the small blocks all pages are compared, also those that QEMU had before the load.
         let mut loaded_pages = input.small_block_pages(&self.small_blocks);
         let pages_for_load = input.pages_for_load();
         loaded_pages.extend(pages_for_load.iter().map(|(id, content)| (*id, &**content)));

@@ -2,6 +2,12 @@
 
 use super::*;
 use uuid::Uuid;
+
+/// [`hardware`]'s generation, as text and as a number.
+const VM_GENERATION: &str = "324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87";
+const VM_GENERATION_BITS: u128 = 0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87;
+
+/// Describes a VM with one device of each kind. Its name and paths have commas, which QEMU's options must escape.
 fn hardware() -> Hardware {
     Hardware {
         name: "a,b".into(),
@@ -41,7 +47,7 @@ fn hardware() -> Hardware {
         agent: true,
         agent_ports: Some(AGENT_PORTS),
         rng: true,
-        vm_generation: Some(Uuid::from_u128(0x324e_6eaf_d1d1_4bf6_bf41_b9bb_6c91_fb87)),
+        vm_generation: Some(Uuid::from_u128(VM_GENERATION_BITS)),
         phase: true,
         panic: false,
         extra: vec!["-device".into(), "virtio-balloon-pci,id=b".into()],
@@ -49,8 +55,16 @@ fn hardware() -> Hardware {
     }
 }
 
+/// Returns the command line of [`hardware`] for an old QEMU.
 fn text(start: Start) -> String {
     text_for(&hardware(), start, Syntax::default())
+}
+
+/// Returns `hardware` as it is read from a record of an older Rekindle, which has no field `field`.
+fn read_without(field: &str, hardware: &Hardware) -> Hardware {
+    let mut record = serde_json::to_value(hardware).unwrap();
+    record.as_object_mut().unwrap().remove(field).unwrap();
+    serde_json::from_value(record).unwrap()
 }
 
 fn text_for(hardware: &Hardware, start: Start, syntax: Syntax) -> String {
@@ -59,10 +73,7 @@ fn text_for(hardware: &Hardware, start: Start, syntax: Syntax) -> String {
 
 #[test]
 fn each_qemu_is_given_the_options_that_it_knows() {
-    let mut hardware = hardware();
-    for disk in &mut hardware.disks {
-        disk.server = true;
-    }
+    let hardware = hardware_with_served_disk();
     let old = text_for(&hardware, Start::Boot, Syntax::default());
     assert!(old.contains("disk-disk0.sock,reconnect=1 "), "{old}");
     assert!(old.contains("-mon chardev=save,mode=control"), "{old}");
@@ -74,17 +85,32 @@ fn each_qemu_is_given_the_options_that_it_knows() {
     for gone in ["reconnect=", "-mon ", "debug-threads"] {
         assert!(!new.contains(gone), "{gone}: {new}");
     }
-    assert_eq!(old.matches("-mon ").count(), new.matches("monitor-qmp,id=").count());
+    let (old_monitors, new_monitors) = (old.matches("-mon "), new.matches("monitor-qmp,id="));
+    assert_eq!(old_monitors.count(), new_monitors.count(), "both have the same monitors");
 }
 
 #[test]
-fn commas_are_escaped_and_slots_fixed() {
+fn commas_are_escaped_in_options_but_not_in_json() {
     let text = text(Start::Boot);
     assert!(text.contains("guest=a,,b"), "{text}");
     assert!(text.contains("mem-path=/ram/a,,b,share=on,prealloc=on"), "{text}");
     assert!(text.contains(r#""filename":"/d,1.raw""#), "{text}");
-    assert!(text.contains(r#""addr":"0x4""#) && text.contains(r#""addr":"0x11""#), "{text}");
-    assert!(text.contains("fd=41,vhost=off"), "{text}");
+}
+
+/// The slots are part of what the guest sees: another slot would break the hand-over to a QEMU of another Rekindle.
+#[test]
+fn devices_are_in_fixed_pci_slots() {
+    const FIRST_DISK: &str = r#""addr":"0x4""#;
+    const SECOND_NET: &str = r#""addr":"0x11""#;
+    let text = text(Start::Boot);
+    assert!(text.contains(FIRST_DISK) && text.contains(SECOND_NET), "{text}");
+}
+
+#[test]
+fn a_tap_has_the_descriptor_number_of_its_card() {
+    const OF_SECOND_NET: &str = "fd=41,vhost=off";
+    let text = text(Start::Boot);
+    assert!(text.contains(OF_SECOND_NET), "{text}");
 }
 
 #[test]
@@ -97,12 +123,14 @@ fn a_destination_waits_and_leaves_ports_and_ram_alone() {
 
 #[test]
 fn a_port_has_the_same_number_with_and_without_the_other_port() {
+    const AGENT_NUMBER: &str = r#""nr":1"#;
+    const PHASE_NUMBER: &str = r#""nr":2"#;
     let both = text(Start::Boot);
-    for part in [r#""nr":1"#, r#""nr":2"#, "org.qemu.guest_agent.0", PHASE_PORT, "path=/run/x/phase.sock"] {
+    for part in [AGENT_NUMBER, PHASE_NUMBER, "org.qemu.guest_agent.0", PHASE_PORT, "path=/run/x/phase.sock"] {
         assert!(both.contains(part), "{part} in {both}");
     }
     let phase_only = text_for(&Hardware { agent: false, ..hardware() }, Start::Boot, Syntax::default());
-    assert!(phase_only.contains("virtio-serial-pci") && phase_only.contains(r#""nr":2"#), "{phase_only}");
+    assert!(phase_only.contains("virtio-serial-pci") && phase_only.contains(PHASE_NUMBER), "{phase_only}");
     assert!(!phase_only.contains("agent"), "{phase_only}");
 }
 
@@ -120,11 +148,10 @@ fn every_device_is_named_for_the_preflight() {
 fn hardware_that_was_recorded_without_a_generation_has_none() {
     let hardware = hardware();
     let text = text(Start::Incoming);
-    assert!(text.contains(r#""guid":"324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87""#), "{text}");
-    let mut json = serde_json::to_value(&hardware).unwrap();
-    assert_eq!(serde_json::from_value::<Hardware>(json.clone()).unwrap(), hardware);
-    json.as_object_mut().unwrap().remove("vm_generation").unwrap();
-    let read: Hardware = serde_json::from_value(json).unwrap();
+    assert!(text.contains(&format!(r#""guid":"{VM_GENERATION}""#)), "{text}");
+    let record = serde_json::to_value(&hardware).unwrap();
+    assert_eq!(serde_json::from_value::<Hardware>(record).unwrap(), hardware);
+    let read = read_without("vm_generation", &hardware);
     assert_eq!(read, Hardware { vm_generation: None, ..hardware });
     assert!(!read.device_types().contains(&"vmgenid".to_owned()));
 }
@@ -132,30 +159,50 @@ fn hardware_that_was_recorded_without_a_generation_has_none() {
 #[test]
 fn the_bus_of_the_agent_keeps_the_number_of_ports_that_its_guest_knows() {
     let old_hardware = Hardware { agent_ports: None, ..hardware() };
+    // The number is literal here: AGENT_PORTS must not change, because running guests know it.
     assert!(text(Start::Boot).contains(r#""max_ports":4"#));
     assert!(!text_for(&old_hardware, Start::Boot, Syntax::default()).contains("max_ports"));
-    let mut json = serde_json::to_value(hardware()).unwrap();
-    json.as_object_mut().unwrap().remove("agent_ports").unwrap();
-    assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), old_hardware);
+    assert_eq!(read_without("agent_ports", &hardware()), old_hardware);
+}
+
+/// Returns [`hardware`] with a disk that a disk server serves.
+fn hardware_with_served_disk() -> Hardware {
+    let mut hardware = hardware();
+    hardware.disks[0].server = true;
+    hardware
 }
 
 #[test]
 fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
-    let mut served = hardware();
-    served.disks[0].server = true;
-    let arguments = |generation: &str| {
-        let directory = Directory(Path::new("/run/a,b").join(generation));
-        served.arguments(&directory, Path::new("/run/log"), Start::Incoming, Syntax::default()).join(" ")
-    };
+    let served = hardware_with_served_disk();
     for generation in ["vmm-1", "vmm-2"] {
-        let text = arguments(generation);
+        let directory = Directory(Path::new("/run/a,b").join(generation));
+        let arguments = served.arguments(&directory, Path::new("/run/log"), Start::Incoming, Syntax::default());
+        let text = arguments.join(" ");
         assert!(text.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{text}");
         assert!(text.contains(r#""num-queues":2"#) && !text.contains("-blockdev"), "{text}");
     }
-    assert!(arguments("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
     assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
-    // As earlier versions wrote it: the record of a disk that QEMU serves has no field for servers.
+}
+
+/// A reboot or panic is acted on only if the VM has a disk server.
+#[test]
+fn the_monitor_for_reboots_and_panics_exists_only_with_a_served_disk() {
+    for start in [Start::Boot, Start::Incoming] {
+        let served = text_for(&hardware_with_served_disk(), start, Syntax::default());
+        assert!(served.contains("events.sock"), "{served}");
+        assert!(!text(start).contains("events.sock"), "{start:?}");
+    }
+}
+
+#[test]
+fn the_record_of_a_disk_that_qemu_serves_has_no_field_for_servers() {
+    // As earlier versions wrote it.
     assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
+}
+
+#[test]
+fn a_served_disk_has_between_1_and_8_queues() {
     assert_eq!(disk_queues(0), 1);
     assert_eq!(disk_queues(64), 8);
 }
@@ -164,5 +211,7 @@ fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
 fn too_many_devices_are_refused() {
     let mut hardware = hardware();
     hardware.disks = vec![hardware.disks[0].clone(); own_machine::MAX_DISKS + 1];
-    assert!(hardware.check_slots().unwrap_err().contains("13 disks"));
+    let error = hardware.check_slots().unwrap_err();
+    assert_eq!(own_machine::MAX_DISKS, 12);
+    assert!(error.contains("13 disks"), "{error}");
 }
