@@ -70,7 +70,7 @@ fn write_and_crash(guest: &Guest<'_>, store: &Path, seed: u64) -> String {
     }
     protector.next_checkpoint();
     let status = redo_status(guest).expect("a log");
-    assert!(status.epoch > 2, "checkpoints have begun new epochs: {status:?}");
+    assert!(status.epoch > 2, "checkpoints have started new epochs: {status:?}");
     assert!(status.sealed > 0, "the epoch of a committed checkpoint is sealed: {status:?}");
     for n in 0..10 {
         write(n * 51, seed + 50 + n);
