@@ -178,6 +178,19 @@ fn load() -> Result<Functions, libloading::Error> {
     }
 }
 
+unsafe extern "C" {
+    /// glibc's function: `function` is called by `exit`, with its status.
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), data: *mut c_void) -> c_int;
+}
+
+/// Ends the process before `exit` runs what the libraries have registered for it. A thread may still be in one of their
+/// functions, such as the one that closes a connection, and both would release the same memory (seen with OpenSSL's
+/// `OPENSSL_cleanup`): `malloc` would abort the process.
+extern "C" fn end_without_destructors(status: c_int, _data: *mut c_void) {
+    // SAFETY: ends the process. Rust has flushed its output before it calls `exit`; nothing here writes by C's streams.
+    unsafe { libc::_exit(status) }
+}
+
 /// Replaces libvirt's own function, which prints each error on standard error.
 extern "C" fn ignore_error(_data: *mut c_void, _error: *mut c_void) {}
 
@@ -226,6 +239,9 @@ impl Connection {
         let uri = uri.map(c_string).transpose()?;
         // SAFETY: the URI is null or a string that lives until after the call.
         let connection = unsafe { (functions.open)(uri.as_ref().map_or(ptr::null(), |uri| uri.as_ptr())) };
+        // What is registered last is called first, and libvirt loads further libraries when it opens a connection.
+        // SAFETY: the function is one of this program.
+        unsafe { on_exit(end_without_destructors, ptr::null_mut()) };
         Ok(Self { functions, pointer: functions.object(connection)? })
     }
 
