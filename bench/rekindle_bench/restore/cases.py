@@ -225,9 +225,14 @@ def _crash_in_the_middle(
     restored: list[Restored] = []  # the only restore, once it has happened
     with protected(env.rekindle, guest.name, store, "2s") as protector:
 
+        def has_checkpoint_of(window: Window) -> bool:
+            # A guest that is restored from an earlier one has not been given the work.
+            checkpoints = protector.of("checkpoint")
+            return len(checkpoints) >= 2 and checkpoints[-1]["stopped_host_us"] > window.began * 1e6
+
         def crash_once(window: Window) -> None:
             _, progress = window.marks[-1]
-            if restored or progress < piece.units_before_crash or len(protector.of("checkpoint")) < 2:
+            if restored or progress < piece.units_before_crash or not has_checkpoint_of(window):
                 return
             protector.stop()
             stopped_us.append(protector.of("checkpoint")[-1]["stopped_host_us"])
