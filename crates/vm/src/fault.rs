@@ -1,8 +1,8 @@
 //! Fault points: named points at which a test can kill or stop a process.
 //!
 //! `REKINDLE_FAULT=POINT:ACTION` in the environment selects a point, e.g.
-//! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. `POINT:ACTION:VM` selects it only for this VM, of several. A test runs through all of [`POINTS`], so that a new point is
-//! tested automatically. Without the variable a point costs one check of a flag.
+//! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. `POINT:ACTION:VM` selects it only for this VM, of several. A test
+//! runs through all of [`POINTS`], so that a new point is tested automatically. Without the variable a point costs one check of a flag.
 
 use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;

@@ -218,6 +218,8 @@ pub enum MoveEvent {
     },
     /// The VM's protector was stopped.
     ProtectorEnded { pid: u32 },
+    /// The guest was just restored, and no checkpoint can be taken until its pager has ended.
+    Waits { why: String },
     /// A checkpoint was taken while the guest ran.
     Round(Round),
     /// A destination QEMU waits for the guest.
@@ -238,6 +240,7 @@ impl fmt::Display for MoveEvent {
                     "its protector (process {pid}) was stopped; start one on the destination host when it runs there"
                 )
             }
+            Self::Waits { why } => write!(f, "the move waits: {why}"),
             Self::Round(Round { checkpoint, dirty_bytes, stopped_us, .. }) => {
                 let (mib, ms) = (mib(*dirty_bytes), *stopped_us as f64 / 1e3);
                 write!(f, "checkpoint {checkpoint}: {mib:.1} MiB, stopped {ms:.1} ms")

@@ -284,6 +284,12 @@ impl CommandResult {
         self.status(0)
     }
 
+    /// Asserts that a signal ended the command, as an injected fault does.
+    #[track_caller]
+    pub fn killed(&self) {
+        assert!(self.code.is_none(), "the command was to be killed: {self}");
+    }
+
     /// Asserts that each of `words` is in standard output or standard error.
     #[track_caller]
     pub fn prints(self, words: &[&str]) -> Self {

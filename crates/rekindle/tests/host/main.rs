@@ -452,7 +452,7 @@ fn a_planned_suspend_that_was_killed_is_taken_up_by_the_next() {
         write_plan(&lab, &format!("plan-{number}"), &guests.each_ref());
         let mut command = lab.command(["host", "suspend", "--planned"]);
         command.env("REKINDLE_FAULT", format!("{point}:kill"));
-        assert_eq!(lab.finish(command).code, None, "{point}");
+        lab.finish(command).killed();
         lab.rekindle(["host", "suspend", "--planned"]).ok();
         assert!(guests.iter().all(|guest| guest.qemus().is_empty()), "{point}: {}", lab.state_report());
         // Another suspend finds no guest and does nothing.
@@ -480,7 +480,7 @@ fn a_resume_that_was_killed_is_taken_up_by_the_next() {
         reboot_host(&lab);
         let mut command = lab.command(["host", "resume"]);
         command.env("REKINDLE_FAULT", format!("host.resume.{point}:kill"));
-        assert_eq!(lab.finish(command).code, None, "{point}");
+        lab.finish(command).killed();
         let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
         assert_eq!(report_of(&resumed, "again")["outcome"], "resumed", "{point}: {resumed:#}");
         assert_eq!(guest.boot_id(), boot, "{point}");
@@ -501,7 +501,7 @@ fn a_host_that_dies_while_it_resumes() {
         lab.rekindle(["host", "suspend", "--all"]).ok();
         let mut command = lab.command(["host", "resume"]);
         command.env("REKINDLE_FAULT", format!("host.resume.{point}:kill"));
-        assert_eq!(lab.finish(command).code, None, "{point}");
+        lab.finish(command).killed();
         kill_qemus(&guest);
         remove_what_a_boot_removes(&lab);
         let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();

@@ -11,8 +11,10 @@ mod managed;
 use common::protector::{Protector, pager};
 use common::served::{image, read, section};
 use common::{CommandResult, DEADLINE, Guest, Lab, Watch, observe, qemu_new, qemu_old, wait_for};
+use rekindle_kernel::process::Process;
 use serde_json::Value;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -194,6 +196,32 @@ fn a_guest_moves_to_another_host_and_back() {
     let mut protector = Protector::start(&guest, &pair.there, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
     protector.end();
+}
+
+#[test]
+fn a_move_waits_for_the_pager_of_the_move_before_it() {
+    let pair = Pair::new("soon");
+    pair.boot().touch("24M");
+    // The pager stops when it is about to end: its record of written pages cannot be used any more.
+    let mut first = pair.command(&pair.here, &pair.there, &[]);
+    first.env("FAR_FAULT", "fill.end.locked:stop");
+    pair.here.finish(first).ok();
+    let guest = pair.guest(&pair.there);
+    let pager = wait_for("the pager to stop", DEADLINE, || pager(&guest).filter(Process::is_stopped));
+
+    let mut child = pair.command(&pair.there, &pair.here, &[]).spawn().unwrap();
+    let mut events = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let waits = events.find(|event| event.contains("\"event\":\"waits\""));
+    let why = waits.expect("the move did not wait");
+    assert!(why.contains("its memory is still being loaded from a checkpoint"), "{why}");
+    pager.resume().unwrap();
+    events.for_each(drop);
+    assert!(child.wait().unwrap().success(), "the move failed");
+    wait_empty(&pair.there);
+    let guest = pair.guest(&pair.here);
+    guest.wait_ready();
+    guest.verify();
+    guest.assert_sound();
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
     for fault in ["warm.prepare.spawned:kill", "warm.resume.journalled:kill", "warm.resume.resumed:kill"] {
         let mut command = lab.command(["reboot", "vmm", "web"]);
         command.env("REKINDLE_FAULT", fault);
-        assert_eq!(lab.finish(command).code, None, "{fault}");
+        lab.finish(command).killed();
         guest.rekindle(&["recover"]).ok();
         decoys.assert_alive(fault);
         assert_not_recorded(fault);
@@ -138,7 +138,7 @@ fn recover_does_not_kill_a_destination_that_may_have_resumed_and_does_not_answer
     let source = guest.only_qemu().process;
     let mut command = lab.command(["reboot", "vmm", "web"]);
     command.env("REKINDLE_FAULT", "warm.resume.resumed:kill");
-    assert_eq!(lab.finish(command).code, None);
+    lab.finish(command).killed();
     // The guest runs in the new QEMU, and the old one still exists.
     let new = guest.qemus().into_iter().map(|qemu| qemu.process).find(|process| *process != source).unwrap();
     signal(new, Signal::STOP);

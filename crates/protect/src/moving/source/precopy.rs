@@ -6,6 +6,7 @@
 
 use super::unexpected;
 use crate::error::{CheckpointError, TrackingStartError};
+use crate::fill::is_served;
 use crate::moving::protocol::{Answer, Message};
 use crate::moving::remote::Connection;
 use crate::moving::{MoveError, MoveEvent, Round};
@@ -16,10 +17,14 @@ use rekindle_life::attach::ProtectionLock;
 use rekindle_pages::PageRun;
 use rekindle_vm::fault;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long the destination host may take to start a QEMU, or to read the data of a checkpoint that a load needs.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(300);
+/// How long a move waits for the memory of a guest that was just restored.
+const FILL_TIMEOUT: Duration = Duration::from_secs(300);
+const FILL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Checkpoints while the guest runs end when one has no more dirty bytes than this: about as many are left for the
 /// final pause.
 const FEW_DIRTY_BYTES: u64 = 2 << 20;
@@ -46,10 +51,7 @@ impl<'a> PrecopiedGuest<'a> {
     ) -> Result<Self, MoveError> {
         let name = target.name();
         let mut series = CheckpointSeries::open(target, protect_settings, &format!("move {name}"), protection)?;
-        let mut session = series.start_session(target).map_err(|e| match e {
-            TrackingStartError::Fatal(e) => MoveError::Protect(e),
-            TrackingStartError::Retryable(e) => checkpoint_failed(name, e),
-        })?;
+        let mut session = start_session(&mut series, target, stop, on_event)?;
         let mut rounds: Vec<Round> = Vec::new();
         while !is_last_round(&rounds) {
             if stop.load(Ordering::Relaxed) {
@@ -75,6 +77,38 @@ impl<'a> PrecopiedGuest<'a> {
             answer => return Err(unexpected(answer, name, connection.host())),
         };
         Ok(Self { series, session, rounds, pages_read_remotely })
+    }
+}
+
+/// Starts to track the guest's memory. If a restore still loads it and its pager prevents that, waits for the pager.
+fn start_session(
+    series: &mut CheckpointSeries<'_>,
+    target: &Target,
+    stop: &AtomicBool,
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<TrackingSession, MoveError> {
+    let name = target.name();
+    let deadline = Instant::now() + FILL_TIMEOUT;
+    let mut is_reported = false;
+    loop {
+        // Asked first: a pager that ends during the attempt is no reason to give up.
+        let has_pager = is_served(target.rundir()).map_err(|e| checkpoint_failed(name, e.into()))?;
+        let e = match series.start_session(target) {
+            Ok(session) => return Ok(session),
+            Err(TrackingStartError::Fatal(e)) => return Err(MoveError::Protect(e)),
+            Err(TrackingStartError::Retryable(e)) => e,
+        };
+        if !has_pager || !matches!(e, CheckpointError::Filling { .. }) || Instant::now() >= deadline {
+            return Err(checkpoint_failed(name, e));
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Err(MoveError::Interrupted { name: name.to_owned() });
+        }
+        if !is_reported {
+            on_event(&MoveEvent::Waits { why: e.to_string() });
+            is_reported = true;
+        }
+        thread::sleep(FILL_POLL_INTERVAL);
     }
 }
 
