@@ -91,7 +91,7 @@ fn start_session(
     let deadline = Instant::now() + FILL_TIMEOUT;
     let mut is_reported = false;
     loop {
-        // Asked first: a pager that ends during the attempt is no reason to give up.
+        // Asked first: a pager that ends during the attempt is no reason to drop the move.
         let has_pager = is_served(target.rundir()).map_err(|e| checkpoint_failed(name, e.into()))?;
         let e = match series.start_session(target) {
             Ok(session) => return Ok(session),
