@@ -258,6 +258,7 @@ fn vmm_of(qemu: &ForeignQemu) -> Vmm {
         started: qemu.process.started,
         directory: qemu.path("."),
         monitor: Some(Monitor::Socket { path: qemu.path("qmp") }),
+        direct_monitors: None,
     }
 }
 

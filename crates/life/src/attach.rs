@@ -22,6 +22,7 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::{
     Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
 };
+use rekindle_vm::direct_monitors;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{OperationLock, RunStateLock};
@@ -267,12 +268,19 @@ impl AdoptedGuest<'_> {
     pub fn into_state(self, rundir: &RunDir, name: &Name) -> State {
         let definition = self.definition(name);
         let Self { adopted, monitor, .. } = self;
+        let direct_monitors = match monitor {
+            Monitor::Libvirt { .. } => {
+                rundir.path().parent().and_then(|root| direct_monitors::find(root, adopted.process()))
+            }
+            Monitor::Socket { .. } => None,
+        };
         let vmm = Vmm {
             binary: adopted.binary.clone(),
             pid: adopted.pid,
             started: adopted.started,
             directory: rundir.vmm(1).0,
             monitor: Some(monitor.clone()),
+            direct_monitors,
         };
         let hardware = self.into_hardware(name);
         State {

@@ -39,6 +39,8 @@ pub(crate) struct ProtectionPlan {
     /// The user's command that snapshots disks.
     pub(crate) disk_hook: Option<String>,
     pub(crate) control: Qmp,
+    /// A second connection, if QEMU has a socket for it.
+    pub(crate) save: Option<Qmp>,
     /// The guest has a device through which it returns memory.
     pub(crate) returns_memory: bool,
     /// Set for an attached guest.
@@ -70,7 +72,13 @@ impl ProtectionPlan {
         disk_policy: &DiskPolicy,
     ) -> Result<Self, TrackingStartError> {
         let name = target.name();
-        let (adopted, mut control) = target.vmm().adopt(GREETING_TIMEOUT).map_err(CheckpointError::from)?;
+        let vmm = match disk_policy {
+            // libvirt puts them on the disks.
+            DiskPolicy::Overlays { .. } => &target.vmm().through_its_manager(),
+            _ => target.vmm(),
+        };
+        let (adopted, mut control) = vmm.adopt(GREETING_TIMEOUT).map_err(CheckpointError::from)?;
+        let save = vmm.connect_for_saves(GREETING_TIMEOUT).map_err(CheckpointError::from)?;
         // Rekindle's disk servers also write the guest's memory, but report their writes.
         let served_disks: Vec<_> = disks::served(&target.state().hardware).collect();
         let is_obstacle = |obstacle: &&Obstacle| !is_served_disk(obstacle, &served_disks);
@@ -86,7 +94,7 @@ impl ProtectionPlan {
         let disk_hook = choose_disk_hook(name, disk_policy, &images)?;
         let policy = choose_policy(name, wanted_policy, &images, &served_disks)?;
         let overlays = prepare_overlays(target, disk_policy, &mut control)?;
-        Ok(Self { policy, disk_hook, control, returns_memory: adopted.gives_back, attached, overlays })
+        Ok(Self { policy, disk_hook, control, save, returns_memory: adopted.gives_back, attached, overlays })
     }
 }
 

@@ -138,7 +138,7 @@ mod tests {
     }
 
     fn vmm(pid: u32) -> Vmm {
-        Vmm { binary: "qemu".into(), pid, started: 11, directory: "vmm-1".into(), monitor: None }
+        Vmm { binary: "qemu".into(), pid, started: 11, directory: "vmm-1".into(), monitor: None, direct_monitors: None }
     }
 
     fn fill() -> Fill {

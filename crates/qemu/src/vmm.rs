@@ -81,6 +81,10 @@ pub struct Vmm {
     /// The QEMU's monitor if Rekindle did not start it; then `directory` has none of the sockets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub monitor: Option<Monitor>,
+    /// The directory with the sockets of Rekindle's own monitors in a QEMU with a `monitor`, if it has some. A protector
+    /// prefers them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct_monitors: Option<PathBuf>,
 }
 
 impl Vmm {
@@ -114,6 +118,7 @@ impl Vmm {
             started: process.started,
             directory: directory.0.clone(),
             monitor: None,
+            direct_monitors: None,
         })
     }
 
@@ -150,9 +155,9 @@ impl Vmm {
     /// # Errors
     /// [`QmpError::NoGreeting`] when another client holds that socket.
     pub fn connect_watcher(&self, timeout: Duration) -> Result<Qmp, QmpError> {
-        match &self.monitor {
-            Some(monitor) => monitor.connect(timeout),
-            None => Qmp::connect(&self.directory().watch(), timeout),
+        match self.sockets() {
+            Ok(sockets) => Qmp::connect(&sockets.watch(), timeout),
+            Err(monitor) => monitor.connect(timeout),
         }
     }
 
@@ -161,9 +166,9 @@ impl Vmm {
     /// # Errors
     /// [`AdoptError`], also when the process cannot be identified for certain.
     pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
-        match &self.monitor {
-            Some(monitor) => monitor.adopt(timeout),
-            None => adopt(&self.directory().protect(), timeout),
+        match self.sockets() {
+            Ok(sockets) => adopt(&sockets.protect(), timeout),
+            Err(monitor) => monitor.adopt(timeout),
         }
     }
 
@@ -172,9 +177,23 @@ impl Vmm {
     /// # Errors
     /// [`QmpError`], as for [`Qmp::connect`].
     pub fn connect_for_saves(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
-        match &self.monitor {
-            Some(_) => Ok(None),
-            None => Qmp::connect(&self.directory().save(), timeout).map(Some),
+        match self.sockets() {
+            Ok(sockets) => Qmp::connect(&sockets.save(), timeout).map(Some),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Returns the same QEMU without Rekindle's own monitors in it, for commands that its manager must know of.
+    pub fn through_its_manager(&self) -> Self {
+        Self { direct_monitors: None, ..self.clone() }
+    }
+
+    /// Returns the directory of Rekindle's own sockets, or else the only monitor that there is.
+    fn sockets(&self) -> Result<Directory, &Monitor> {
+        match (&self.direct_monitors, &self.monitor) {
+            (Some(directory), _) => Ok(Directory(directory.clone())),
+            (None, Some(monitor)) => Err(monitor),
+            (None, None) => Ok(self.directory()),
         }
     }
 

@@ -138,7 +138,14 @@ pub(crate) fn live_qemu_of_generation(
     // Prefer the recorded binary: the program of the process may be a dynamic loader.
     let recorded = state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
     let binary = recorded.or_else(|| Some(Program::of(process).ok()?.start)).unwrap_or_else(|| PathBuf::from("qemu"));
-    Ok(Some(Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None }))
+    Ok(Some(Vmm {
+        binary,
+        pid: process.pid,
+        started: process.started,
+        directory: directory.0,
+        monitor: None,
+        direct_monitors: None,
+    }))
 }
 
 /// Waits until a QEMU answers. Returns `false` if it has ended, or was killed because of [`SilentQemuPolicy::force`].

@@ -19,6 +19,7 @@
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | the hardware of a definition, pinned |
 //! | [`slot`] | everything that a VM has before it has a QEMU |
+//! | [`direct_monitors`] | Rekindle's own monitors in a QEMU that libvirt manages |
 //! | [`ram`] | a VM's RAM, for a new boot |
 //! | [`status`] | the status of a VM |
 //! | [`locked_vm`] | a VM that is locked for an operation |
@@ -30,6 +31,7 @@
 
 pub mod cleanup;
 pub mod definition;
+pub mod direct_monitors;
 pub mod disks;
 pub mod doctor;
 pub mod error;

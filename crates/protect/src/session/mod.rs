@@ -48,9 +48,6 @@ use tracking::Tracking;
 pub(crate) use take::{OnStopped, StoppedGuest};
 pub(crate) use tracking::InitialTracking;
 
-/// How long QEMU may take to send its greeting.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// A QEMU whose guest's writes are tracked, so that checkpoints of it can be taken.
 pub(crate) struct TrackingSession {
     pub(crate) target: Target,
@@ -82,8 +79,7 @@ impl TrackingSession {
         plan: ProtectionPlan,
         initial: InitialTracking,
     ) -> Result<Self, CheckpointError> {
-        let ProtectionPlan { policy, disk_hook, control, returns_memory, attached, overlays } = plan;
-        let save = target.vmm().connect_for_saves(GREETING_TIMEOUT)?;
+        let ProtectionPlan { policy, disk_hook, control, save, returns_memory, attached, overlays } = plan;
         let mut monitors = Monitors::new(target.process(), control, save, PauseMarks::of(target.rundir()))?;
         let ram = GuestRam::of(monitors.control(), target.process())?;
         let ram = Arc::new(if returns_memory { ram } else { ram.never_shrinking() });

@@ -51,6 +51,7 @@ impl Environment for LibvirtEnvironment<'_> {
             started: process.started,
             directory: directory.0,
             monitor: None,
+            direct_monitors: None,
         })
     }
 }

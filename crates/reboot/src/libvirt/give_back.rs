@@ -15,6 +15,7 @@ use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::transfer::set_capabilities;
 use rekindle_qemu::vmm::{Vmm, log_tail};
+use rekindle_vm::direct_monitors;
 use rekindle_vm::journal::{Absence, LibvirtOperation, Step};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -191,5 +192,8 @@ pub(super) fn settle(mut handover: Handover, destination: &Vmm, qmp: &mut Qmp) -
     }
     handover.pass("libvirt.settle.source-gone");
     forwards::add(qmp, &operation(&handover)?.forwards)?;
+    if let Err(e) = direct_monitors::keep(&handover.rundir, destination) {
+        tracing::warn!("{}: a protector has to go through libvirt, which takes longer: {e}", handover.name());
+    }
     handover.rundir.remove().map_err(RebootError::file(handover.rundir.path()))
 }

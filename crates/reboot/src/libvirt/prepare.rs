@@ -127,6 +127,7 @@ fn journal_operation(rundir: &RunDir, inspected: &mut Inspected, recorder: Recor
         directory: rundir.vmm(DESTINATION_GENERATION - 1).0,
         // It is free only while the daemon is stopped.
         monitor: Some(Monitor::Socket { path: record.monitor.clone() }),
+        direct_monitors: None,
     };
     let failed = RebootError::file(&rundir.file("operation.json"));
     let capabilities = if binary.version == adopted.version {

@@ -580,6 +580,48 @@ fn a_protector_continues_when_the_daemon_of_libvirt_is_back() {
 }
 
 #[test]
+fn a_domain_whose_qemu_was_replaced_is_protected_without_its_daemon() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let domain = libvirt.boot(&DomainOptions::new("direct"));
+    let boot = domain.ask("boot-id");
+    lab.rekindle(["replace-qemu", "--preview", &domain.name]).ok();
+    lab.rekindle(["attach", "dom", "--libvirt", &domain.name, "--connect", URI]).ok();
+    let store = lab.path("store");
+    let protect = |arguments: &[&str]| {
+        let mut command = lab.command(["--json", "protect", "dom", "--create-store", "--every", "100ms", "--store"]);
+        command.arg(&store).args(arguments);
+        command
+    };
+    let mut child = protect(&[]).stderr(Stdio::inherit()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let protector = Protector(child);
+    let mut events = lines.map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+    let mut wait_for_event = |kind: &str| {
+        events.find(|event| event["event"] == kind).unwrap_or_else(|| panic!("the protector ended before `{kind}`"))
+    };
+    wait_for_event("checkpoint");
+    libvirt.stop_daemon();
+    // One may have been taken before the daemon ended, and one while it did.
+    let three = [(); 3].map(|()| wait_for_event("checkpoint")["number"].as_u64().unwrap());
+    assert!(three.is_sorted(), "{three:?}");
+    assert_eq!(lab.rekindle(["--json", "status"]).ok().json()["guests"][0]["status"], "protected");
+    libvirt.start_daemon();
+    wait_for("libvirt's state", DEADLINE, || (domain.state() == "running").then_some(()));
+    // A suspend by libvirt's tools is noticed as before.
+    libvirt.virsh(&["suspend", &domain.name]);
+    wait_for_event("waiting");
+    libvirt.virsh(&["resume", &domain.name]);
+    wait_for_event("checkpoint");
+    protector.kill();
+    let compared = lab.finish(protect(&["--count", "2", "--compare"])).ok();
+    assert!(compared.stdout.contains("\"event\":\"compared\""), "{compared}");
+    assert!(compared.stdout.contains("\"wrong\":0"), "{compared}");
+    assert_eq!(domain.ask("boot-id"), boot);
+    lab.rekindle(["detach", "dom"]).ok();
+}
+
+#[test]
 fn a_domain_that_was_started_again_gets_no_commands_for_its_old_qemu() {
     let libvirt = PrivateLibvirt::start();
     let domain = libvirt.create(&DomainOptions::new("again"));
