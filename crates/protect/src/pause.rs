@@ -7,8 +7,8 @@
 //!
 //! A *staged* command was sent except for its end, so that QEMU only has to receive the end.
 //!
-//! A QEMU that Rekindle did not start has one connection, which may be slow (libvirt). There, [`PipedSave`] does all of a
-//! pause by one command, except for the first pause and for work that needs the monitor.
+//! A QEMU that Rekindle did not start usually has one connection, which may be slow (libvirt). There, [`PipedSave`] does all
+//! of a pause by one command, except for the first pause and for work that needs the monitor.
 
 use crate::event::PauseSteps;
 use rekindle_handover::priority::boost_monitor_and_processors;
@@ -234,9 +234,7 @@ impl Monitors {
 
     /// Does pauses by one command where possible, from now on. `state_bytes` is the size of the guest's device state.
     pub(crate) fn prefer_piped(&mut self, injector: Injector, state_bytes: usize) {
-        if self.save.is_none() {
-            self.piped = Piped::Wanted { injector, state_bytes };
-        }
+        self.piped = Piped::Wanted { injector, state_bytes };
     }
 
     /// Closes in QEMU what a [`PipedSave`] has there.

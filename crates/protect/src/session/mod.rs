@@ -99,7 +99,9 @@ impl TrackingSession {
         });
         userfaultfd::take_back(monitors.control())?;
         let paused = paused?;
-        monitors.prefer_piped(injector, paused.devices.len());
+        if attached.is_some() {
+            monitors.prefer_piped(injector, paused.devices.len());
+        }
         let memory = TrackedMemory::new(ram, paused.result, disk_servers)?;
         let pager_record = match initial {
             InitialTracking::Filling { record, .. } => Some(record),

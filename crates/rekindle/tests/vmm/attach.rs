@@ -613,7 +613,8 @@ fn a_domain_whose_qemu_was_replaced_is_protected_without_its_daemon() {
     wait_for_event("waiting");
     libvirt.virsh(&["resume", &domain.name]);
     wait_for_event("checkpoint");
-    protector.kill();
+    protector.kill_in_pause(&lab, "dom", domain.process());
+    wait_for("libvirt's state", DEADLINE, || (domain.state() == "running").then_some(()));
     let compared = lab.finish(protect(&["--count", "2", "--compare"])).ok();
     assert!(compared.stdout.contains("\"event\":\"compared\""), "{compared}");
     assert!(compared.stdout.contains("\"wrong\":0"), "{compared}");
