@@ -110,6 +110,8 @@ PLANS: dict[str, Any] = {
         away_rounds=1,
         away_mib=128,
         pauses={128: libvirt.Checkpoints(rounds=1, checkpoints=1)},
+        works_rounds=1,
+        works_mib=128,
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
     "move": move.Plan(filled_by_mib={192: "96M"}, loads_mb_per_s=(5,), rounds=1),

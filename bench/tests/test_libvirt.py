@@ -15,7 +15,17 @@ from rekindle_bench.libvirt import analysis, cases, domains, plots, rows
 from rekindle_bench.libvirt.domains import Domain
 from rekindle_bench.libvirt.plan import FULL, QUICK, left_out
 from rekindle_bench.libvirt.private_libvirt import Attempt
-from rekindle_bench.libvirt.rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, Row
+from rekindle_bench.libvirt.rows import (
+    AGAIN,
+    ATTACHED,
+    FIRST,
+    MANAGEDSAVE,
+    OWN,
+    REPLACED,
+    REPLACED_DOMAIN,
+    UNTOUCHED,
+    Row,
+)
 from rekindle_lab.guests import Image
 from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
 
@@ -47,6 +57,13 @@ def replaced(case, how, number, stopped_ms, *, mib=2048, **more):
     return Row(case=case, how=how, memory_mib=mib, round=number, **columns)
 
 
+def tried(how, operation, round_number, failure=""):
+    guest = {"memory_mib": 256, "guests": 1, "vm": "a"}
+    row = Row(case="works", how=how, round=round_number, operation=operation, **guest)
+    row.worked, row.failure = not failure, failure
+    return row
+
+
 def made_up(away_s=AWAY_S):
     made = []
     for number in range(ROUNDS):
@@ -69,6 +86,7 @@ def made_up(away_s=AWAY_S):
         for how, ms in ((ATTACHED, ATTACHED_MS), (OWN, PAUSE_MS), (REPLACED, REPLACED_MS)):
             made.append(replaced("pause", how, number, ms, mib=512, dirty_bytes=2**21))
             made.append(replaced("pause", how, number, 10 * ms, mib=2048, dirty_bytes=2**22))
+    made += [tried(how, "dump", 0) for how in (UNTOUCHED, REPLACED_DOMAIN)]
     # The domain of case `again` is replaced for the first time before the turns.
     return [*made, replaced("again", FIRST, 0, 96.0)]
 
@@ -103,8 +121,25 @@ def test_figures_without_rows_are_reported(tmp_path):
     figures, absent = figures_of(tmp_path, [row for row in made_up() if row.case == "first"])
     assert set(figures) == {"libvirt_replace_stopped"}
     text = "\n".join(absent)
-    for name in ("replace_again", "vs_managedsave", "daemon_away", "pause", "pause_replaced"):
+    for name in ("replace_again", "vs_managedsave", "daemon_away", "pause", "pause_replaced", "works_after"):
         assert f"figure libvirt_{name}: no rows" in text
+
+
+def test_an_operation_counts_if_it_works_without_a_replacement(tmp_path):
+    """It must work in every round. One that fails without a replacement as well says nothing."""
+    made = [
+        *(tried(how, "dump", number) for how in (UNTOUCHED, REPLACED_DOMAIN) for number in range(2)),
+        *(tried(how, "backup", 0, "no room") for how in (UNTOUCHED, REPLACED_DOMAIN)),
+        *(tried(UNTOUCHED, "reset", number) for number in range(2)),
+        tried(REPLACED_DOMAIN, "reset", 0),
+        tried(REPLACED_DOMAIN, "reset", 1, "no answer"),
+    ]
+    figure = figures_of(tmp_path, made)[0]["libvirt_works_after"].as_json()
+    assert (figure["value"], figure["met"]) == (0.5, False)
+    assert (figure["operations"], figure["fail_without_a_replacement"]) == (3, 1)
+    table = {line["operation"]: line for line in analysis.operations(write(tmp_path / "r.csv", made))}
+    assert table["reset"] == {"operation": "reset", UNTOUCHED: "works", REPLACED_DOMAIN: "no answer"}
+    assert table["dump"][REPLACED_DOMAIN] == "works"
 
 
 def test_the_tables_have_every_way(tmp_path):

@@ -13,7 +13,7 @@ from rekindle_bench.rows import matching, median_or_none, milliseconds, pick, se
 from rekindle_lab.guests import size
 from rekindle_lab.stats import median, p95
 
-from .rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED
+from .rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, REPLACED_DOMAIN, UNTOUCHED
 
 HEADLINE_MIB = 2048
 """RAM of the domains whose replacement is a figure."""
@@ -29,6 +29,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     _replacements(frame, findings)
     _daemon_away(frame, findings)
     _pauses(frame, findings)
+    _works(frame, findings)
     return findings
 
 
@@ -91,6 +92,30 @@ def _pauses(frame: pd.DataFrame, findings: Findings) -> None:
 
     for name, how, bar in (("libvirt_pause", ATTACHED, Bar(1.5)), ("libvirt_pause_replaced", REPLACED, Bar(1.1))):
         findings.add_ratio(name, bar, ours=pauses_ms(how), peer=pauses_ms(OWN), with_peer=False)
+
+
+def _works(frame: pd.DataFrame, findings: Findings) -> None:
+    """Counts the operations of libvirt that work on a replaced domain in every round, of those that work without."""
+    tried = operations(frame)
+    sound = [line for line in tried if line[UNTOUCHED] == "works"]
+    if not sound:
+        findings.report_missing("libvirt_works_after")
+        return
+    works = [float(line[REPLACED_DOMAIN] == "works") for line in sound]
+    extra = {"operations": len(tried), "fail_without_a_replacement": len(tried) - len(sound)}
+    findings.add("libvirt_works_after", [sum(works) / len(works)], "", Bar(1.0, ">="), extra=extra)
+
+
+def operations(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists libvirt's operations: whether each works in every round without and with a replacement, or else why not."""
+    lines: list[dict[str, object]] = []
+    for name, rows in matching(frame, case="works").groupby("operation", sort=False):
+        line: dict[str, object] = {"operation": name}
+        for how in (UNTOUCHED, REPLACED_DOMAIN):
+            failures = [failure or "" for failure in matching(rows, how=how, worked=False)["failure"]]
+            line[how] = failures[0] if failures else "works"
+        lines.append(line)
+    return lines
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:

@@ -12,6 +12,7 @@ from rekindle_lab.protector import protected
 from rekindle_lab.rekindle import Rekindle
 
 from .domains import IMAGE, LOAD_MB, Domain, LibvirtEnvironment, absences_us, loaded, replaced, reported_away_us, timed
+from .operations import works
 from .plan import Checkpoints, Plan
 from .rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, Row
 
@@ -161,4 +162,5 @@ CASES: dict[str, Callable[[LibvirtEnvironment, Plan], None]] = {
     "managedsave": managedsave,
     "away": away,
     "pause": pause,
+    "works": works,
 }

@@ -100,12 +100,22 @@ class Domain(Guest):
         arguments = "".join(f"<qemu:arg value='{word}'/>" for word in words)
         return "", f"<qemu:commandline>{arguments}</qemu:commandline>"
 
+    @property
+    def processors(self) -> str:
+        """Virtual processors in libvirt's XML."""
+        return "<vcpu>1</vcpu>"
+
+    @property
+    def devices(self) -> str:
+        """Devices in libvirt's XML, besides those that every domain has."""
+        return ""
+
     def xml(self, qemu: str) -> str:
         """Returns libvirt's description."""
         card, commandline = self._network()
         return f"""
 <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
-  <name>{self.name}</name><memory unit='MiB'>{self.memory_mib}</memory><vcpu>1</vcpu>
+  <name>{self.name}</name><memory unit='MiB'>{self.memory_mib}</memory>{self.processors}
   <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{IMAGES}/vmlinuz</kernel><initrd>{IMAGES}/initrd</initrd>
   <cmdline>{self.command_line}</cmdline></os>
   <features><acpi/></features>
@@ -115,10 +125,14 @@ class Domain(Guest):
     <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
     <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
     <memballoon model='virtio'/>
+    {self.devices}
     {card}
   </devices>
   {commandline}
 </domain>"""
+
+
+AnyDomain = TypeVar("AnyDomain", bound=Domain)
 
 
 @dataclass(frozen=True)
@@ -146,14 +160,16 @@ class LibvirtEnvironment(Environment):
     """Rekindle for the domains, which finds the private libvirt; `rekindle` is for VMs of Rekindle."""
     abilities: Abilities
 
-    def domain(self, name: str, memory_mib: int, index: int) -> Domain:
+    def domain(
+        self, name: str, memory_mib: int, index: int, *, kind: type[AnyDomain] = Domain, touch: str | None = "all"
+    ) -> AnyDomain:
         """Returns a domain that touches all of its RAM. Its name is one that no other libvirt of the host has."""
-        return Domain(
+        return kind(
             f"rekindle-bench-{os.getpid()}-{name}",
             image=self.image(IMAGE),
             memory_mib=memory_mib,
             index=index,
-            touch="all",
+            touch=touch,
             netns=self.netns,
             ram_dir=self.ram_dir,
             disk_dir=self.disk_dir,

@@ -16,12 +16,16 @@ ATTACHED, REPLACED = "attached", "attached-replaced"
 """With `OWN`, the guests of case `pause`: a domain that is attached, and one that was replaced and is attached."""
 
 
+UNTOUCHED, REPLACED_DOMAIN = "untouched", "replaced"
+"""The domains of case `works`: as libvirt has started it, and with a replaced QEMU."""
+
+
 @dataclass(kw_only=True)
 class Row:
     """The outcome of a replacement or checkpoint for one guest. `*_host_us`: microseconds since 1970."""
 
     case: str
-    """`first`, `again`, `managedsave`, `away`, `pause`."""
+    """`first`, `again`, `managedsave`, `away`, `pause`, `works`."""
     how: str
     """See `FIRST` and `ATTACHED`."""
     memory_mib: int
@@ -65,6 +69,11 @@ class Row:
     """Size of the pages that may have changed since the last checkpoint."""
     copied_stopped_bytes: int | None = None
     """Bytes that were copied while the guest was stopped."""
+    operation: str = ""
+    """An operation of libvirt."""
+    worked: bool | None = None
+    """Whether it worked; `failure`: why not."""
+    failure: str = ""
     from_version: str = ""
     """Version of the previous QEMU; `to_version`: of the new one."""
     to_version: str = ""

@@ -19,6 +19,7 @@ TOPIC = Topic(
         "What a replacement's guest is stopped for": analysis.stops,
         "Time in which libvirt does not answer": analysis.absences,
         "Pauses of checkpoints": analysis.pauses,
+        "Operations of libvirt, without and with a replacement": analysis.operations,
     },
     plots=plots.draw,
 )
