@@ -126,7 +126,7 @@ def test_figures_without_rows_are_reported(tmp_path):
 
 
 def test_an_operation_counts_if_it_works_without_a_replacement(tmp_path):
-    """It must work in every round. One that fails without a replacement as well says nothing."""
+    """It must work in every round. One that fails without a replacement as well proves nothing."""
     made = [
         *(tried(how, "dump", number) for how in (UNTOUCHED, REPLACED_DOMAIN) for number in range(2)),
         *(tried(how, "backup", 0, "no room") for how in (UNTOUCHED, REPLACED_DOMAIN)),
