@@ -1,7 +1,7 @@
 """Case `works`: libvirt's operations on a domain whose QEMU was replaced, and on one that was not.
 
 `GROUPS` lists them. The operations of a group are tried one after the other on one domain, freshly booted for the group
-and then replaced, or not. An operation that fails without a replacement says nothing about replacements.
+and then replaced, or not. An operation that fails without a replacement proves nothing about replacements.
 """
 
 import os
