@@ -90,7 +90,9 @@ struct Functions {
 }
 
 // libvirt's flags, which it does not change.
+const XML_SECURE: c_uint = 1 << 0;
 const XML_INACTIVE: c_uint = 1 << 1;
+const XML_MIGRATABLE: c_uint = 1 << 3;
 const SNAPSHOT_NO_METADATA: c_uint = 1 << 2;
 const SNAPSHOT_DISK_ONLY: c_uint = 1 << 4;
 const SNAPSHOT_REUSE_FILES: c_uint = 1 << 5;
@@ -348,8 +350,19 @@ impl Domain {
     /// # Errors
     /// [`LibvirtError::Reported`].
     pub fn xml(&self, is_inactive: bool) -> Result<String, LibvirtError> {
+        self.xml_with(if is_inactive { XML_INACTIVE } else { 0 })
+    }
+
+    /// Returns the XML of the running domain for another libvirt, as in a migration: complete, with passwords.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn portable_xml(&self) -> Result<String, LibvirtError> {
+        self.xml_with(XML_SECURE | XML_MIGRATABLE)
+    }
+
+    fn xml_with(&self, flags: c_uint) -> Result<String, LibvirtError> {
         let functions = self.connection.functions;
-        let flags = if is_inactive { XML_INACTIVE } else { 0 };
         // SAFETY: the domain lives until after the call. The result is null or a string that the caller owns, allocated by
         // `malloc`.
         unsafe {

@@ -6,6 +6,7 @@
 //! | [`vnc_password`] | the password of a domain's VNC server |
 //! | [`domains`] | all running domains |
 //! | [`disks`] | the disks in a domain's XML |
+//! | [`save_image`] | the start of the file that `virsh restore` reads |
 //! | [`daemon`] | finds, stops and starts the daemon |
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
@@ -13,5 +14,6 @@
 pub mod daemon;
 pub mod disks;
 pub mod domains;
+pub mod save_image;
 pub mod status_file;
 pub mod vnc_password;

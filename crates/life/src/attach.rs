@@ -185,7 +185,11 @@ fn attach_in(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Res
     let foreign::Description { machine: foreign, vm_generation: generation } = inspect_guest(&adopted, &mut qmp)?;
     let vcpus = count_processors(&mut qmp)?;
     check_tracking(&adopted, &mut qmp)?;
-    let foreign = Some(foreign);
+    let domain_xml = match monitor {
+        Monitor::Libvirt { .. } => Some(rekindle_qemu::libvirt::portable_xml(&mut qmp)?),
+        Monitor::Socket { .. } => None,
+    };
+    let foreign = Some(ForeignMachine { domain_xml, ..foreign });
     let guest = AdoptedGuest { adopted: &adopted, foreign, generation, monitor: &monitor, vcpus };
     let state = guest.into_state(rundir, name);
     state.write(rundir).map_err(failed)?;

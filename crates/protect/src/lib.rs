@@ -42,6 +42,7 @@ pub mod protector;
 pub mod recipe;
 pub mod restore;
 mod runs;
+pub mod save_image;
 mod session;
 pub mod target;
 mod write_record;

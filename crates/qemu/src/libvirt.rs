@@ -68,6 +68,14 @@ pub fn connect(domain: &str, uri: Option<&str>, timeout: Duration) -> Result<Qmp
     Qmp::over(client_end, timeout)
 }
 
+/// Returns the XML of a running domain for another libvirt, through a connection of [`connect`].
+///
+/// # Errors
+/// When libvirt does not answer, or rejects it.
+pub fn portable_xml(qmp: &mut Qmp) -> Result<String, QmpError> {
+    qmp.execute(CALL, LibvirtCall::PortableXml)
+}
+
 /// The relay's command for a call of libvirt, which no QEMU has.
 const CALL: &str = "rekindle-libvirt-call";
 /// Class of an error that libvirt has reported for a [`LibvirtCall`]: it has the connection, and rejects the call.
@@ -81,6 +89,8 @@ pub(crate) enum LibvirtCall {
     Xml {
         inactive: bool,
     },
+    /// Returns the XML for another libvirt as text.
+    PortableXml,
     PutOverlays {
         xml: String,
     },
@@ -108,6 +118,7 @@ impl LibvirtCall {
     fn on(&self, domain: &Domain) -> Result<Value, LibvirtError> {
         match self {
             Self::Xml { inactive } => domain.xml(*inactive).map(Value::from),
+            Self::PortableXml => domain.portable_xml().map(Value::from),
             Self::PutOverlays { xml } => domain.put_overlays(xml).map(Value::from),
             Self::StartCommit { disk, base, top, speed } => {
                 let (disk, base, top) = (disk.clone(), base.clone(), top.clone());

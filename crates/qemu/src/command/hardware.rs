@@ -253,6 +253,9 @@ pub struct ForeignMachine {
     /// The disks that are on overlays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<DiskOverlays>,
+    /// libvirt's XML of the domain, if it is one: as libvirt sends it to another host in a migration, with passwords.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain_xml: Option<String>,
 }
 
 /// A memory backend of a [`ForeignMachine`].

@@ -122,6 +122,7 @@ mod tests {
             agent: None,
             cpu: Features::new(),
             overlays: vec![overlays],
+            domain_xml: None,
         }
     }
 

@@ -59,7 +59,8 @@ Example:
     #[command(after_help = "\
 Examples:
   rekindle store export /srv/checkpoints/web --output web.stream
-  rekindle store export /srv/checkpoints/web --at 7 | zstd > web.stream.zst")]
+  rekindle store export /srv/checkpoints/web --at 7 | zstd > web.stream.zst
+  rekindle store export /srv/checkpoints/db --libvirt --output db.save && virsh restore db.save")]
     Export(StoreExport),
     /// Import a stream that was exported, or saved by QEMU, as the next checkpoint of a store.
     ///
@@ -118,6 +119,10 @@ pub struct StoreExport {
     /// Machine type, e.g. pc-q35-10.0: required by a QEMU without `-global migration.send-configuration=off`.
     #[arg(long, value_name = "TYPE")]
     pub machine: Option<String>,
+    /// Write libvirt's save image, for `virsh restore`: of a domain that was attached with `--libvirt`, and whose disks
+    /// are not on overlays.
+    #[arg(long, conflicts_with = "machine")]
+    pub libvirt: bool,
 }
 
 #[derive(Debug, Args)]

@@ -5,6 +5,7 @@ use crate::output::{Output, Usage, bytes, duration};
 use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
+use rekindle_protect::save_image;
 use rekindle_store::admin;
 use rekindle_store::export as stream;
 use rekindle_store::listing::{ListedCheckpoint, Listing};
@@ -112,7 +113,7 @@ pub fn compact(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
 }
 
 pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
-    let StoreExport { from, at, output: file, machine } = arguments;
+    let StoreExport { from, at, output: file, machine, libvirt: for_libvirt } = arguments;
     let is_to_stdout = file == Path::new("-");
     let usage = |text: &str| Err(Usage(text.into()).into());
     if is_to_stdout && output.json() {
@@ -129,7 +130,10 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
         bar.set_position(done);
     };
     let mut export = |out: &mut dyn Write| -> Result<u64> {
-        Ok(stream::export(&image, out, machine.as_deref(), &mut show_progress)?)
+        Ok(match for_libvirt {
+            true => save_image::write(&image, out, &mut show_progress)?,
+            false => stream::export(&image, out, machine.as_deref(), &mut show_progress)?,
+        })
     };
     let exported = if is_to_stdout { export(&mut io::stdout().lock()) } else { write_file(file, export) };
     bar.finish_and_clear();

@@ -210,6 +210,11 @@ fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     let stream = lab.path("kept.stream");
     let file = stream.to_str().unwrap();
     lab.rekindle(["store", "export", path, "--output", file]).ok().prints(&["checkpoint 2"]);
+    // Only libvirt's own domains can be given to it.
+    let for_libvirt = lab.path("for-libvirt");
+    let export = ["store", "export", path, "--libvirt", "--output", for_libvirt.to_str().unwrap()];
+    lab.rekindle(export).status(1).prints(&["does not have libvirt's description of a domain"]);
+    assert!(!for_libvirt.exists());
     lab.rekindle(["store", "export", path, "--output", file]).status(0);
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();

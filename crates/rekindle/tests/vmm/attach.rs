@@ -623,6 +623,33 @@ fn a_domain_whose_qemu_was_replaced_is_protected_without_its_daemon() {
 }
 
 #[test]
+fn libvirt_resumes_a_domain_from_a_checkpoint_that_was_exported_for_it() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let domain = libvirt.boot(&DomainOptions::new("exported"));
+    let boot = domain.ask("boot-id");
+    domain.ask("touch 24M");
+    lab.rekindle(["attach", "dom", "--libvirt", &domain.name, "--connect", URI]).ok();
+    let store = lab.path("store");
+    let store = store.to_str().unwrap();
+    lab.rekindle(["protect", "dom", "--create-store", "--count", "2", "--store", store]).ok();
+    libvirt.virsh(&["destroy", &domain.name]);
+
+    let image = Path::new("/var/lib/libvirt/checkpoint");
+    lab.rekindle(["store", "export", store, "--libvirt", "--output", image.to_str().unwrap()]).ok();
+    // The user of libvirt's QEMUs has no right to read it, and libvirt gives it that right.
+    assert_eq!(fs::metadata(image).unwrap().permissions().mode() & 0o777, 0o600);
+    libvirt.virsh(&["restore", image.to_str().unwrap()]);
+    assert_eq!(domain.state(), "running");
+    assert_eq!(domain.ask("boot-id"), boot);
+    assert!(domain.ask("verify").parse::<u64>().unwrap() > 0);
+    libvirt.virsh(&["suspend", &domain.name]);
+    libvirt.virsh(&["resume", &domain.name]);
+    domain.ask("boot-id");
+    lab.rekindle(["detach", "dom"]).ok();
+}
+
+#[test]
 fn a_domain_that_was_started_again_gets_no_commands_for_its_old_qemu() {
     let libvirt = PrivateLibvirt::start();
     let domain = libvirt.create(&DomainOptions::new("again"));

@@ -37,7 +37,16 @@ impl Rewriter {
         let Self { arguments, networks, console, .. } = self;
         // `describe` adds the features of the CPU, which it gets from QMP.
         let (backends, cpu) = (facts.backends.clone(), Features::new());
-        Ok(ForeignMachine { arguments, backends, networks, console, agent, cpu, overlays: Vec::new() })
+        Ok(ForeignMachine {
+            arguments,
+            backends,
+            networks,
+            console,
+            agent,
+            cpu,
+            overlays: Vec::new(),
+            domain_xml: None,
+        })
     }
 
     /// Keeps the machine's options, with the versioned type.
