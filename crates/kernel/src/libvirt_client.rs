@@ -87,6 +87,15 @@ struct Functions {
     free_snapshot: unsafe extern "C" fn(Object) -> c_int,
     block_commit: unsafe extern "C" fn(Object, *const c_char, *const c_char, *const c_char, c_ulong, c_uint) -> c_int,
     abort_block_job: unsafe extern "C" fn(Object, *const c_char, c_uint) -> c_int,
+    define_domain: unsafe extern "C" fn(Object, *const c_char) -> Object,
+    is_persistent: unsafe extern "C" fn(Object) -> c_int,
+    domain_state: unsafe extern "C" fn(Object, *mut c_int, *mut c_int, c_uint) -> c_int,
+    restore_domain: unsafe extern "C" fn(Object, *const c_char, *const c_char, c_uint) -> c_int,
+    resume_domain: unsafe extern "C" fn(Object) -> c_int,
+    destroy_domain: unsafe extern "C" fn(Object) -> c_int,
+    lookup_network: unsafe extern "C" fn(Object, *const c_char) -> Object,
+    is_network_active: unsafe extern "C" fn(Object) -> c_int,
+    free_network: unsafe extern "C" fn(Object) -> c_int,
 }
 
 // libvirt's flags, which it does not change.
@@ -100,6 +109,23 @@ const SNAPSHOT_ATOMIC: c_uint = 1 << 7;
 const COMMIT_ACTIVE: c_uint = 1 << 2;
 const COMMIT_BANDWIDTH_BYTES: c_uint = 1 << 4;
 const ABORT_PIVOT: c_uint = 1 << 1;
+const RESTORE_PAUSED: c_uint = 1 << 2;
+const STATE_RUNNING: c_int = 1;
+const STATE_PAUSED: c_int = 3;
+const STATE_SHUT_OFF: c_int = 5;
+
+/// What libvirt reports about a domain's guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DomainState {
+    /// Its guest runs.
+    Running,
+    /// A QEMU has its guest, which does not run.
+    Paused,
+    /// No QEMU runs it.
+    ShutOff,
+    /// It is starting or ending, has crashed, or is suspended by itself.
+    Other,
+}
 
 /// What libvirt copies from a disk's overlays into a disk below them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -167,6 +193,15 @@ fn load() -> Result<Functions, libloading::Error> {
             free_snapshot: *base.get(b"virDomainSnapshotFree\0")?,
             block_commit: *base.get(b"virDomainBlockCommit\0")?,
             abort_block_job: *base.get(b"virDomainBlockJobAbort\0")?,
+            define_domain: *base.get(b"virDomainDefineXML\0")?,
+            is_persistent: *base.get(b"virDomainIsPersistent\0")?,
+            domain_state: *base.get(b"virDomainGetState\0")?,
+            restore_domain: *base.get(b"virDomainRestoreFlags\0")?,
+            resume_domain: *base.get(b"virDomainResume\0")?,
+            destroy_domain: *base.get(b"virDomainDestroy\0")?,
+            lookup_network: *base.get(b"virNetworkLookupByName\0")?,
+            is_network_active: *base.get(b"virNetworkIsActive\0")?,
+            free_network: *base.get(b"virNetworkFree\0")?,
         };
         let initialize = *base.get::<unsafe extern "C" fn() -> c_int>(b"virInitialize\0")?;
         let register_event_loop = *base.get::<unsafe extern "C" fn() -> c_int>(b"virEventRegisterDefaultImpl\0")?;
@@ -276,6 +311,51 @@ impl Connection {
         };
         Ok(Domain { connection: Arc::clone(self), pointer: functions.object(domain)? })
     }
+
+    /// Defines a domain, so that libvirt keeps it when it is shut off. Changes its definition if it has one.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn define(&self, xml: &str) -> Result<(), LibvirtError> {
+        let xml = c_string(xml)?;
+        // SAFETY: connection and string live until after the call. The domain has a reference, which is given back.
+        unsafe {
+            let domain = (self.functions.define_domain)(self.pointer.as_ptr(), xml.as_ptr());
+            (self.functions.free_domain)(self.functions.object(domain)?.as_ptr());
+        }
+        Ok(())
+    }
+
+    /// Starts the domain of a save image. Its guest stays paused.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`]; then libvirt runs no QEMU for it.
+    pub fn restore_paused(&self, image: &str) -> Result<(), LibvirtError> {
+        let image = c_string(image)?;
+        let (connection, same_xml) = (self.pointer.as_ptr(), ptr::null());
+        // SAFETY: connection and string live until after the call.
+        let status = unsafe { (self.functions.restore_domain)(connection, image.as_ptr(), same_xml, RESTORE_PAUSED) };
+        if status < 0 { Err(self.functions.last_error()) } else { Ok(()) }
+    }
+
+    /// Returns whether libvirt has an active network of this name.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`] if the name is not one.
+    pub fn has_active_network(&self, name: &str) -> Result<bool, LibvirtError> {
+        let name = c_string(name)?;
+        // SAFETY: connection and string live until after the calls. A network that is returned has a reference, which is
+        // given back.
+        unsafe {
+            let network = (self.functions.lookup_network)(self.pointer.as_ptr(), name.as_ptr());
+            if network.is_null() {
+                return Ok(false);
+            }
+            let is_active = (self.functions.is_network_active)(network) == 1;
+            (self.functions.free_network)(network);
+            Ok(is_active)
+        }
+    }
 }
 
 /// Length of a UUID as text.
@@ -361,6 +441,14 @@ impl Domain {
         self.xml_with(XML_SECURE | XML_MIGRATABLE)
     }
 
+    /// Returns the XML with which the domain is started next time, with passwords.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn definition(&self) -> Result<String, LibvirtError> {
+        self.xml_with(XML_INACTIVE | XML_SECURE)
+    }
+
     fn xml_with(&self, flags: c_uint) -> Result<String, LibvirtError> {
         let functions = self.connection.functions;
         // SAFETY: the domain lives until after the call. The result is null or a string that the caller owns, allocated by
@@ -374,6 +462,54 @@ impl Domain {
             libc::free(text.cast());
             Ok(xml)
         }
+    }
+
+    /// Returns whether a QEMU runs the domain, and whether its guest runs.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn state(&self) -> Result<DomainState, LibvirtError> {
+        let functions = self.connection.functions;
+        let (mut state, mut reason) = (0, 0);
+        // SAFETY: the domain and the places for the results live until after the call.
+        let status = unsafe { (functions.domain_state)(self.pointer.as_ptr(), &raw mut state, &raw mut reason, 0) };
+        match state {
+            _ if status < 0 => Err(functions.last_error()),
+            STATE_RUNNING => Ok(DomainState::Running),
+            STATE_PAUSED => Ok(DomainState::Paused),
+            STATE_SHUT_OFF => Ok(DomainState::ShutOff),
+            _ => Ok(DomainState::Other),
+        }
+    }
+
+    /// Returns whether libvirt keeps the domain when it is shut off.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn is_persistent(&self) -> Result<bool, LibvirtError> {
+        self.call(self.connection.functions.is_persistent).map(|answer| answer == 1)
+    }
+
+    /// Resumes the paused guest.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn resume(&self) -> Result<(), LibvirtError> {
+        self.call(self.connection.functions.resume_domain).map(drop)
+    }
+
+    /// Ends the QEMU.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`], also if there is none.
+    pub fn destroy(&self) -> Result<(), LibvirtError> {
+        self.call(self.connection.functions.destroy_domain).map(drop)
+    }
+
+    fn call(&self, function: unsafe extern "C" fn(Object) -> c_int) -> Result<c_int, LibvirtError> {
+        // SAFETY: the functions are libvirt's, and the domain lives until after the call.
+        let status = unsafe { function(self.pointer.as_ptr()) };
+        if status < 0 { Err(self.connection.functions.last_error()) } else { Ok(status) }
     }
 
     /// Puts overlays on disks as `xml`, a `<domainsnapshot>`, lists them: on all, or on none. The files exist. libvirt

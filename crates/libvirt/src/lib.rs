@@ -6,6 +6,7 @@
 //! | [`vnc_password`] | the password of a domain's VNC server |
 //! | [`domains`] | all running domains |
 //! | [`disks`] | the disks in a domain's XML |
+//! | [`portable_xml`] | a domain for another host: what it needs there, its disks on other files |
 //! | [`save_image`] | the start of the file that `virsh restore` reads |
 //! | [`daemon`] | finds, stops and starts the daemon |
 
@@ -14,6 +15,7 @@
 pub mod daemon;
 pub mod disks;
 pub mod domains;
+pub mod portable_xml;
 pub mod save_image;
 pub mod status_file;
 pub mod vnc_password;

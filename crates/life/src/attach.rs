@@ -173,9 +173,17 @@ pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, Attac
 
 /// Attaches a QEMU as the VM of a run directory that exists.
 fn attach_in(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
-    let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
     let _lock = OperationLock::acquire(rundir, "attach").map_err(LifeError::from)?;
     remove_ended_vm(host, rundir, name)?;
+    attach_locked(host, rundir, name, monitor)
+}
+
+/// Attaches a QEMU as the VM of a run directory, whose lock the caller holds. Its guest may be paused.
+///
+/// # Errors
+/// [`AttachError`]; it lists every obstacle.
+pub fn attach_locked(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
+    let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
     let monitor = match monitor {
         Monitor::Socket { path } => Monitor::Socket { path: std::path::absolute(path).map_err(failed)? },
         libvirt @ Monitor::Libvirt { .. } => libvirt,

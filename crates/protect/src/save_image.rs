@@ -18,13 +18,14 @@ pub enum SaveImageError {
     Export(#[from] ExportError),
     #[error(
         "checkpoint {number} does not have libvirt's description of a domain: it is of a guest that was not attached with \
-         --libvirt, or by an older Rekindle; to restore it without libvirt: rekindle restore"
+         --libvirt, or by an older Rekindle; to restore it without libvirt: \
+         rekindle restore"
     )]
     NoDomain { number: u64 },
     /// libvirt would open the images without the overlays: disks of another time.
     #[error(
         "the disks of checkpoint {number} are on overlays, of which libvirt does not know; to restore it with them: \
-         rekindle restore"
+         rekindle restore --into-libvirt"
     )]
     OnOverlays { number: u64 },
     #[error("libvirt's description of the domain is too long for a save image: {bytes} bytes")]
@@ -42,10 +43,25 @@ pub fn write(image: &Image, out: &mut dyn Write, progress: &mut dyn FnMut(u64, u
     if !epochs::read_overlays(&image.metadata()?).map_err(RecipeError::Malformed)?.is_empty() {
         return Err(SaveImageError::OnOverlays { number });
     }
-    let xml = recipe.hardware.foreign.and_then(|machine| machine.domain_xml);
-    let xml = xml.ok_or(SaveImageError::NoDomain { number })?;
-    let header = save_image::header(&xml, true).map_err(|bytes| SaveImageError::TooLong { bytes })?;
+    let xml = domain_xml(&recipe).ok_or(SaveImageError::NoDomain { number })?;
+    write_domain(image, xml, &recipe.hardware.machine, out, progress)
+}
+
+/// Returns libvirt's description of the domain, if the recipe is that of a domain.
+pub(crate) fn domain_xml(recipe: &Recipe) -> Option<&str> {
+    recipe.hardware.foreign.as_ref()?.domain_xml.as_deref()
+}
+
+/// Does the same as [`write`] for the domain that `xml` describes, with a versioned `machine` type.
+pub(crate) fn write_domain(
+    image: &Image,
+    xml: &str,
+    machine: &str,
+    out: &mut dyn Write,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<u64, SaveImageError> {
+    let header = save_image::header(xml, true).map_err(|bytes| SaveImageError::TooLong { bytes })?;
     out.write_all(&header).map_err(ExportError::Write)?;
-    let written = export(image, out, Some(&recipe.hardware.machine), progress)?;
+    let written = export(image, out, Some(machine), progress)?;
     Ok(header.len() as u64 + written)
 }

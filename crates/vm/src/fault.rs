@@ -160,6 +160,19 @@ pub const OVERLAY_POINTS: &[&str] = &[
     "overlay.restore.recorded",
 ];
 
+/// Every fault point of a restore into libvirt, in the order in which it passes them.
+pub const RESTORE_DOMAIN_POINTS: &[&str] = &[
+    "libvirt-restore.prepare.journalled",
+    "libvirt-restore.prepare.overlays",
+    "libvirt-restore.prepare.owned",
+    "libvirt-restore.prepare.written",
+    "libvirt-restore.renew.loaded",
+    "libvirt-restore.renew.attached",
+    "libvirt-restore.resume.journalled",
+    "libvirt-restore.resume.resumed",
+    "libvirt-restore.settle.defined",
+];
+
 /// Further fault points of overlays on the disks of a libvirt domain.
 pub const FENCE_POINTS: &[&str] = &["overlay.mark.fenced", "overlay.merge.unfenced"];
 
@@ -211,7 +224,9 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(
-        [POINTS, DOMAIN_POINTS, OVERLAY_POINTS, FENCE_POINTS].iter().any(|points| points.contains(&name)),
+        [POINTS, DOMAIN_POINTS, RESTORE_DOMAIN_POINTS, OVERLAY_POINTS, FENCE_POINTS]
+            .iter()
+            .any(|points| points.contains(&name)),
         "fault point {name} is not listed"
     );
     let is_of = |vm: &str| source.or(destination).is_some_and(|vmm| name_of(vmm) == Some(vm));

@@ -27,6 +27,8 @@ pub enum Kind {
     Prepare,
     /// `rekindle restore`.
     Restore,
+    /// `rekindle restore --into-libvirt`.
+    LibvirtRestore,
     /// `rekindle move`, on the source host.
     Move,
     /// `rekindle stop`.
@@ -61,6 +63,7 @@ impl fmt::Display for Kind {
             Self::Run => "run",
             Self::Prepare => "restore --prepare",
             Self::Restore => "restore",
+            Self::LibvirtRestore => "restore --into-libvirt",
             Self::Move => "move",
             Self::Stop => "stop",
             Self::VmmWarm => "reboot vmm --how warm",
@@ -156,6 +159,18 @@ pub struct Operation {
     /// For a domain of libvirt: what returns it to libvirt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub libvirt: Option<LibvirtOperation>,
+    /// For a restore into libvirt: the domain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored_domain: Option<RestoredDomain>,
+}
+
+/// The domain that a restore into libvirt makes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoredDomain {
+    /// The domain's UUID.
+    pub uuid: String,
+    /// libvirt's connection URI. None: libvirt chooses.
+    pub connect: Option<String>,
 }
 
 /// What the replacement of a libvirt domain's QEMU needs to return the domain to libvirt.
@@ -259,6 +274,7 @@ impl Journal {
             untouched_since_ns: None,
             boot: None,
             libvirt: None,
+            restored_domain: None,
         };
         let journal = Self { path: path(rundir), operation };
         journal.write()?;

@@ -101,7 +101,7 @@ pub(super) enum SmallBlockPages {
 
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
 /// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
-fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
+pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
     let Request { store, identity, move_claim, .. } = request;
     let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
     let Some(MoveClaim { owner_epoch, spare, .. }) = move_claim.as_deref() else {

@@ -3,9 +3,12 @@
 use crate::fill::FillError;
 use crate::owned::OwnError;
 use crate::recipe::RecipeError;
+use crate::save_image::SaveImageError;
 use crate::target::TargetError;
 use rekindle_handover::HandoverError;
 use rekindle_kernel::inject::InjectError;
+use rekindle_kernel::libvirt_client::LibvirtError;
+use rekindle_life::attach::AttachError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::GuestRamError;
 use rekindle_qemu::qmp::QmpError;
@@ -130,6 +133,26 @@ pub enum RestoreError {
     /// A step of the hand-over failed.
     #[error(transparent)]
     Handover(HandoverError),
+    /// The checkpoint is not of a libvirt domain.
+    #[error(transparent)]
+    SaveImage(#[from] SaveImageError),
+    /// libvirt's message.
+    #[error("libvirt cannot restore domain {domain}")]
+    Libvirt {
+        domain: String,
+        #[source]
+        source: LibvirtError,
+    },
+    #[error("libvirt runs domain {domain} already; to restore it, end it first: virsh destroy {domain}")]
+    DomainRuns { domain: String },
+    /// Parts of the domain that this host does not have, as noun phrases.
+    #[error("this host does not have what domain {domain} needs:\n{}", missing.iter().map(|what| format!("  - {what}")).collect::<Vec<_>>().join("\n"))]
+    Missing { domain: String, missing: Vec<String> },
+    #[error("libvirt's description of the domain cannot be used: {problem}")]
+    DomainXml { problem: String },
+    /// The restored QEMU cannot be protected.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
     #[error("{}", path.display())]
     Journal {
         path: PathBuf,

@@ -7,6 +7,7 @@
 //! | `concurrent` | a load that runs concurrently with the commit of its checkpoint |
 //! | `load` | loads, resumes and settles: from a waiting QEMU to a running guest |
 //! | [`on_demand`] | the RAM of a destination whose missing pages are in a checkpoint |
+//! | [`into_libvirt`] | the same for a domain, which libvirt runs and manages afterwards |
 //! | [`recover`] | finishes or undoes an interrupted restore |
 //!
 //! `docs/protect.md` has the sequence.
@@ -14,6 +15,7 @@
 pub(crate) mod checkpoint;
 pub(crate) mod concurrent;
 mod error;
+pub mod into_libvirt;
 pub(crate) mod load;
 pub mod on_demand;
 pub mod prepare;

@@ -11,11 +11,13 @@
 
 mod carry_rules;
 mod differences;
+mod overlay_nodes;
 mod paths;
 mod rewrite;
 
 pub(crate) use carry_rules::{CarryRule, CommandOption, Reason, split};
 pub(crate) use differences::{device_differences, disk_differences};
+pub use overlay_nodes::without_overlays;
 pub(crate) use paths::with_absolute_paths;
 pub(crate) use rewrite::{forwards, refused_device, refused_object};
 
@@ -27,6 +29,7 @@ use crate::command::{ForeignMachine, RamBackend};
 use crate::cpu;
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock;
+use overlay_nodes::OverlayNodes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -131,7 +134,8 @@ fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qm
     let is_given = |node: &str| arguments.iter().any(|argument| argument.contains(&format!("\"{node}\"")));
     // While a protector or `detach` that was killed has left a merge, its filter is on top.
     let is_own = OverlayName::from_node(&node).is_some() || OverlayName::is_merge_filter(&node);
-    if !is_own && is_given(&node) {
+    let tops = OverlayNodes::of(arguments).tops();
+    if !is_own && tops.is_empty() && is_given(&node) {
         return Ok(node);
     }
     let graph = match BlockGraph::read(qmp) {
@@ -140,8 +144,8 @@ fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qm
         Err(_) => return Ok(node),
     };
     if !is_own {
-        // Overlays that libvirt has put. A domain may also have been started on them.
-        let below = graph.nodes_of(device).find(|node| is_given(node) || !graph.is_overlay_file(node));
+        // Overlays that libvirt has put, or on which it has started the domain.
+        let below = graph.nodes_of(device).find(|node| !graph.is_overlay_file(node));
         return Ok(below.map_or(node, str::to_owned));
     }
     match graph.chain_of(device) {

@@ -101,6 +101,10 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
             restore::recover::Outcome::Finished => Recovered::Finished,
             restore::recover::Outcome::Removed => Recovered::Removed,
         }),
+        Kind::LibvirtRestore => Ok(match restore::into_libvirt::recover(host, &locked_vm, journal)? {
+            restore::recover::Outcome::Finished => Recovered::Finished,
+            restore::recover::Outcome::Removed => Recovered::Removed,
+        }),
         Kind::Move => recover_move(host, &locked_vm, journal),
         Kind::Stop => {
             clean_up(host, &locked_vm.rundir, &locked_vm.state)?;

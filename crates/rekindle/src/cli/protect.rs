@@ -105,6 +105,16 @@ pub struct Restore {
     /// The QEMU to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// Let libvirt run the guest and manage it afterwards, with all memory loaded: of a domain that was attached with
+    /// `--libvirt`.
+    #[arg(long, requires = "preview", conflicts_with_all = ["eager", "output_commit", "prepare", "definition", "qemu"])]
+    pub into_libvirt: bool,
+    /// libvirt's connection URI [default: libvirt chooses].
+    #[arg(long, value_name = "URI", requires = "into_libvirt")]
+    pub connect: Option<String>,
+    /// Required with `--into-libvirt`, which is new: see its limits in docs/protect-attached.md.
+    #[arg(long)]
+    pub preview: bool,
 }
 
 #[derive(Debug, Args)]

@@ -4,8 +4,10 @@ use super::store::identity;
 use super::{existing_run_dir, interrupts};
 use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
+use crate::progress::start_progress_bar;
 use anyhow::Result;
 use rekindle_protect::pager::{PagerEvent, serve, serve_after};
+use rekindle_protect::restore::into_libvirt::restore_into_libvirt;
 use rekindle_protect::restore::prepare::prepare;
 use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::utc;
@@ -25,6 +27,9 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         hold_output: arguments.output_commit,
         move_claim: None,
     };
+    if arguments.into_libvirt {
+        return into_libvirt(output, &host, arguments, &request);
+    }
     if arguments.prepare {
         let prepared = prepare(&host, &arguments.name, &request)?;
         let text = format!(
@@ -53,6 +58,28 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         restored.pid,
         if restored.prepared { ", prepared" } else { "" },
         restored.clock
+    );
+    output.result(&restored, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn into_libvirt(output: &Output, host: &Host, arguments: &Restore, request: &Request) -> Result<ExitCode> {
+    let bar = start_progress_bar(output, "writing its memory");
+    let mut show_progress = |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    };
+    let restored = restore_into_libvirt(host, &arguments.name, request, arguments.connect.clone(), &mut show_progress);
+    bar.finish_and_clear();
+    let restored = restored?;
+    let text = format!(
+        "libvirt runs domain {} after {} from checkpoint {} of {} (QEMU process {}); it is attached as {}",
+        restored.domain,
+        duration(restored.resumed_after_us),
+        restored.checkpoint,
+        utc(restored.taken_us),
+        restored.pid,
+        restored.name
     );
     output.result(&restored, text)?;
     Ok(ExitCode::SUCCESS)

@@ -478,9 +478,9 @@ impl OverlayDisk {
     pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
         let Prepared { format, cache, detect_zeroes, bytes, epoch, .. } = self.prepared.take()?;
         self.created = None;
-        let RecordedDisk { device, drive, number, image, directory, .. } = self.recorded.clone();
+        let RecordedDisk { device, drive, number, image, directory, target, .. } = self.recorded.clone();
         let id = EpochId { disk: self.directory.state().disk, epoch: epoch - 1 };
-        Some(OverlayEpoch { device, drive, number, image, format, directory, bytes, cache, detect_zeroes, id })
+        Some(OverlayEpoch { device, drive, number, image, format, directory, bytes, cache, detect_zeroes, target, id })
     }
 
     pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {

@@ -152,6 +152,9 @@ pub struct OverlayEpoch {
     pub bytes: u64,
     pub cache: CacheMode,
     pub detect_zeroes: String,
+    /// libvirt's name of the disk, if a domain has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
     #[serde(flatten)]
     pub id: EpochId,
 }

@@ -20,9 +20,13 @@ use rekindle_disk::overlay::directory::OverlayDirectory;
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_kernel::file::is_locked;
+use rekindle_libvirt::disks::DomainDisk;
+use rekindle_qemu::block::graph::BlockGraph;
 use rekindle_qemu::command::{DiskOverlays, OverlayFile};
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -43,6 +47,8 @@ struct RestoredDisk {
     /// The epoch that the restored guest writes to.
     fresh: u64,
     is_fresh_needed: bool,
+    /// libvirt's name of the disk, if libvirt gets the guest.
+    target: Option<String>,
 }
 
 impl RestoredOverlays {
@@ -60,6 +66,27 @@ impl RestoredOverlays {
         self.disks.iter().map(RestoredDisk::for_qemu).collect()
     }
 
+    /// Notes that libvirt gets the guest. Returns the file of each disk, by libvirt's name of it.
+    ///
+    /// # Errors
+    /// [`OverlayDisksError::DomainXml`] if `disks`, those of the domain, do not include one.
+    pub fn give_to_libvirt(&mut self, disks: &[DomainDisk]) -> Result<BTreeMap<String, PathBuf>, OverlayDisksError> {
+        let mut files = BTreeMap::new();
+        for disk in &mut self.disks {
+            let problem = || format!("it has no disk for QEMU's device {}", disk.at.device);
+            // A checkpoint of a QEMU of Rekindle's own has no name of the disk.
+            let is_this = |of_domain: &&DomainDisk| match &disk.at.target {
+                Some(target) => of_domain.target == *target,
+                None => of_domain.files.first().map(Path::new) == Some(&disk.at.image),
+            };
+            let found = disks.iter().find(is_this).map(|of_domain| of_domain.target.clone());
+            let target = found.ok_or_else(|| OverlayDisksError::DomainXml { problem: problem() })?;
+            files.insert(target.clone(), disk.directory.path_of(disk.fresh));
+            disk.target = Some(target);
+        }
+        Ok(files)
+    }
+
     /// Makes the fresh overlays durably, with the `qemu-img` of this QEMU.
     ///
     /// # Errors
@@ -71,6 +98,18 @@ impl RestoredOverlays {
         self.name_fresh(rundir, None)?;
         let qemu_img = qemu_img_of(qemu);
         self.disks.iter_mut().try_for_each(|disk| disk.create(&qemu_img))
+    }
+
+    /// Finds the disks in the QEMU that libvirt has started, in which nodes have other names than in the checkpoint.
+    ///
+    /// # Errors
+    /// [`OverlayDisksError::Changed`] if a disk is not on exactly the overlays of the checkpoint and the fresh one.
+    pub fn locate(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        let graph = BlockGraph::read(qmp)?;
+        self.disks.iter_mut().try_for_each(|disk| disk.locate(&graph))
     }
 
     /// Records that the guest runs on its fresh overlays, in `vmm`. All epochs after the checkpoint are dead from here
@@ -90,15 +129,20 @@ impl RestoredOverlays {
             let (epoch, fresh) = (disk.at.id.epoch, disk.fresh);
             disk.directory.record(|state| {
                 state.restart_at(epoch, fresh, owner.clone());
-                state.fence = state.fence.map(|fence| OverlayFence { is_in_force: false, ..fence });
+                // libvirt's users could merge into what the checkpoint needs.
+                let is_in_force = disk.target.is_some();
+                state.fence = state.fence.map(|fence| OverlayFence { is_in_force, ..fence });
             })?;
-            // The restored guest's QEMU merges into the image. libvirt must not start the domain on a discarded overlay.
+            // libvirt must not start the domain on a discarded overlay.
             if let Some(OverlayFence { image_mode, .. }) = disk.directory.state().fence {
                 let discarded = disk.directory.epochs()?.into_iter().filter(|found| *found > epoch && *found != fresh);
                 for epoch in discarded {
                     fence::close(&disk.directory.path_of(epoch))?;
                 }
-                fence::remove(&disk.at.image, image_mode)?;
+                // The QEMU of Rekindle's own merges into the image.
+                if disk.target.is_none() {
+                    fence::remove(&disk.at.image, image_mode)?;
+                }
             }
         }
         fault::point("overlay.restore.recorded", None, Some(vmm));
@@ -224,7 +268,7 @@ impl RestoredDisk {
             check_fence(at, &directory, &below)?;
         }
         let fresh = directory.unused_epoch()?;
-        Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false })
+        Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false, target: None })
     }
 
     fn fresh(&self, owner: Option<&str>) -> FreshOverlay {
@@ -250,10 +294,23 @@ impl RestoredDisk {
         Ok(self.directory.make_durable(self.fresh)?)
     }
 
+    fn locate(&mut self, graph: &BlockGraph) -> Result<(), OverlayDisksError> {
+        let Some(disk) = self.recorded().libvirt_disk() else { return Ok(()) };
+        let chain = disk.chain(graph)?;
+        let expected = self.for_qemu().files.into_iter().map(|file| file.name);
+        if !chain.overlays.iter().copied().eq(expected) {
+            let path = |epoch: u64| self.directory.path_of(epoch).to_string_lossy().into_owned();
+            let actual = disk.top_file(&chain).to_string_lossy().into_owned();
+            return Err(OverlayDisksError::Changed { device: chain.device, expected: path(self.fresh), actual });
+        }
+        self.at.drive = chain.base;
+        Ok(())
+    }
+
     fn recorded(&self) -> RecordedDisk {
         let OverlayEpoch { device, drive, number, image, bytes, .. } = self.at.clone();
         let directory = self.directory.path().to_owned();
-        RecordedDisk { device, drive, number, image, directory, bytes, target: None }
+        RecordedDisk { device, drive, number, image, directory, bytes, target: self.target.clone() }
     }
 }
 

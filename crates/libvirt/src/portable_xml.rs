@@ -1,0 +1,140 @@
+//! The XML of a domain for another libvirt: what the domain needs on its host, and its disks on other files.
+
+use crate::disks::{self, DomainDisk};
+use roxmltree::{Document, Node};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// A domain, and what it needs on the host that runs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    pub name: String,
+    pub uuid: String,
+    pub disks: Vec<DomainDisk>,
+    /// libvirt's networks that its cards are in.
+    pub networks: BTreeSet<String>,
+    /// Network interfaces of the host that its cards are connected to.
+    pub interfaces: BTreeSet<String>,
+    /// The QEMU binary, and the files from which it boots. Those of the disks are in `disks`.
+    pub files: Vec<PathBuf>,
+}
+
+/// Reads the XML of a domain.
+///
+/// # Errors
+/// A text: what is wrong with the XML.
+pub fn describe(xml: &str) -> Result<Description, String> {
+    let document = Document::parse(xml).map_err(|e| e.to_string())?;
+    let domain = document.root_element();
+    let text = |name: &str| {
+        let found = domain.children().find(|child| child.has_tag_name(name)).and_then(|child| child.text());
+        found.map(|text| text.trim().to_owned()).ok_or_else(|| format!("the domain has no <{name}>"))
+    };
+    let sources = |attribute: &str| -> BTreeSet<String> {
+        let cards = document.descendants().filter(|node| node.has_tag_name("interface"));
+        let sources = cards.flat_map(|card| card.children()).filter(|child| child.has_tag_name("source"));
+        sources.filter_map(|source| source.attribute(attribute)).map(str::to_owned).collect()
+    };
+    let is_file = |node: &Node<'_, '_>| {
+        let parent = node.parent_element().map(|parent| parent.tag_name().name().to_owned());
+        matches!(
+            (parent.as_deref(), node.tag_name().name()),
+            (Some("os"), "kernel" | "initrd" | "loader" | "nvram") | (Some("devices"), "emulator")
+        )
+    };
+    let files = document.descendants().filter(is_file).filter_map(|node| node.text());
+    let (networks, bridges, devices) = (sources("network"), sources("bridge"), sources("dev"));
+    Ok(Description {
+        name: text("name")?,
+        uuid: text("uuid")?,
+        disks: disks::of_domain(xml)?,
+        // A running card in a network names the network's bridge as well.
+        interfaces: if networks.is_empty() { bridges.union(&devices).cloned().collect() } else { devices },
+        networks,
+        files: files.map(|text| PathBuf::from(text.trim())).collect(),
+    })
+}
+
+/// Returns the XML with other qcow2 files for the disks with these names, such as `vda`.
+///
+/// # Errors
+/// A text: the disk that cannot be changed, and why.
+pub fn with_disks_on(xml: &str, files: &BTreeMap<String, PathBuf>) -> Result<String, String> {
+    let document = Document::parse(xml).map_err(|e| e.to_string())?;
+    let mut changes: Vec<(Range<usize>, String)> = Vec::new();
+    for (target, file) in files {
+        let has_target = |disk: &Node<'_, '_>| {
+            disk.has_tag_name("disk")
+                && child(*disk, "target").is_some_and(|node| node.attribute("dev") == Some(target.as_str()))
+        };
+        let disk = document.descendants().find(has_target).ok_or_else(|| format!("there is no disk {target}"))?;
+        let source = child(disk, "source").ok_or_else(|| format!("disk {target} has no source"))?;
+        if source.has_children() || disk.attribute("type") != Some("file") {
+            return Err(format!("disk {target} is not a plain file"));
+        }
+        changes.push((source.range(), format!("<source file='{}'/>", escaped(file))));
+        let driver = child(disk, "driver").ok_or_else(|| format!("disk {target} has no driver"))?;
+        let format = driver.attribute_node("type").ok_or_else(|| format!("disk {target} has no format"))?;
+        changes.push((format.range(), "type='qcow2'".into()));
+        // libvirt reads the chain from the files.
+        changes.extend(child(disk, "backingStore").map(|below| (below.range(), String::new())));
+    }
+    changes.sort_by_key(|(range, _)| std::cmp::Reverse(range.start));
+    let mut changed = xml.to_owned();
+    for (range, text) in changes {
+        changed.replace_range(range, &text);
+    }
+    Ok(changed)
+}
+
+fn child<'a, 'input>(node: Node<'a, 'input>, name: &str) -> Option<Node<'a, 'input>> {
+    node.children().find(|child| child.has_tag_name(name))
+}
+
+fn escaped(path: &Path) -> String {
+    let path = path.to_string_lossy();
+    path.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('\'', "&apos;")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const XML: &str = "<domain type='kvm'><name>db</name><uuid>1-2</uuid>
+        <os><loader>/ovmf</loader><kernel>/boot/k</kernel></os>
+        <devices><emulator>/usr/bin/qemu</emulator>
+          <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='/i/a&amp;b' index='2'/>
+            <backingStore type='file'><format type='raw'/><source file='/below'/></backingStore>
+            <target dev='vda' bus='virtio'/><alias name='virtio-disk0'/></disk>
+          <disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/x'/>
+            <target dev='vdb' bus='virtio'/></disk>
+          <interface type='network'><source network='default' bridge='virbr0'/></interface>
+        </devices></domain>";
+
+    #[test]
+    fn what_a_domain_needs_is_read() {
+        let description = describe(XML).unwrap();
+        assert_eq!((description.name.as_str(), description.uuid.as_str()), ("db", "1-2"));
+        assert_eq!(description.files, ["/ovmf", "/boot/k", "/usr/bin/qemu"].map(PathBuf::from));
+        assert_eq!(description.networks, ["default".to_owned()].into());
+        assert!(description.interfaces.is_empty());
+        let bridged = describe(&XML.replace("network='default' ", "")).unwrap();
+        assert_eq!(bridged.interfaces, ["virbr0".to_owned()].into());
+        assert_eq!(describe("<domain><name>a</name></domain>").unwrap_err(), "the domain has no <uuid>");
+        describe("<domain").unwrap_err();
+    }
+
+    #[test]
+    fn a_disk_is_put_on_another_file_and_everything_else_stays() {
+        let changed = with_disks_on(XML, &[("vda".to_owned(), PathBuf::from("/it's"))].into()).unwrap();
+        assert!(changed.contains("<driver name='qemu' type='qcow2' cache='none'/><source file='/it&apos;s'/>"));
+        assert!(!changed.contains("/below") && changed.contains("<source dev='/dev/x'/>"));
+        assert_eq!(disks::of_domain(&changed).unwrap()[0].files, ["/it's"]);
+        for (target, why) in [("vdb", "disk vdb is not a plain file"), ("vdc", "there is no disk vdc")] {
+            let files = [(target.to_owned(), PathBuf::from("/x"))].into();
+            assert_eq!(with_disks_on(XML, &files).unwrap_err(), why);
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! Restores a checkpoint of a libvirt domain into libvirt, which runs and manages it afterwards.
+//!
+//! ```text
+//!  prepare  check what the domain needs, make its overlays, own the store, write libvirt's save image
+//!  renew    libvirt starts its QEMU from the image, paused; attach the domain
+//!  resume   libvirt resumes the guest
+//!  settle   define the domain, or put its definition on the same disks
+//! ```
+//!
+//! libvirt makes the QEMU, its networks, labels and control groups, as in `virsh restore`. All memory is loaded before the
+//! guest runs: unlike in another restore, nothing is loaded on demand, and the image needs room on the disk.
+//!
+//! Before the journal has the step `resume`, a failure or [`recover`] removes everything. The guest never runs before.
+
+use super::checkpoint::{ChosenCheckpoint, claim_store};
+use super::recover::Outcome;
+use super::{Request, RestoreError};
+use crate::save_image::{SaveImageError, domain_xml, write_domain};
+use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
+use rekindle_libvirt::disks::{self, DomainDisk};
+use rekindle_libvirt::portable_xml::{self, Description};
+use rekindle_life::attach::attach_locked;
+use rekindle_qemu::foreign::without_overlays;
+use rekindle_qemu::monitor::Monitor;
+use rekindle_store::export::ExportError;
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::definition::Name;
+use rekindle_vm::fault;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, RestoredDomain, Step};
+use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::names::saved_path;
+use rekindle_vm::overlays::RestoredOverlays;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::IdleSlot;
+use rekindle_vm::state::{Attached, State, format_of};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Buffer for the save image.
+const WRITE_BYTES: usize = 1 << 20;
+/// How long libvirt may take to open a connection to the monitor.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
+/// Number of the only QEMU of a restored VM.
+const GENERATION: u32 = 1;
+
+/// A guest that libvirt runs from a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoredIntoLibvirt {
+    /// The VM, which is attached.
+    pub name: String,
+    /// The domain.
+    pub domain: String,
+    pub checkpoint: u64,
+    /// When the checkpoint was taken, in µs since 1970, by its host's clock.
+    pub taken_us: u64,
+    /// Time from the command to the guest's resume, in µs.
+    #[serde(rename = "us")]
+    pub resumed_after_us: u64,
+    /// Pid of the QEMU.
+    pub pid: u32,
+}
+
+/// Restores the domain of a checkpoint into libvirt, and attaches it as VM `name`. `connect`: libvirt's connection URI;
+/// without one, libvirt chooses. `progress` gets the bytes of RAM written and in total.
+///
+/// *Needs:* a checkpoint of a domain that was attached with `--libvirt`; libvirt does not run the domain; its networks,
+/// bridges, disks and QEMU on this host; room for its RAM in the host's directory for saved RAM.
+/// *On success:* libvirt runs the domain and lists it. It defines it if it did not know it. The VM is attached, and this
+/// host owns the store.
+/// *On failure:* libvirt is as before, and the checkpoint is unchanged. Exception: after the guest was resumed, nothing
+/// is undone; `rekindle recover` finishes.
+pub fn restore_into_libvirt(
+    host: &Host,
+    name: &Name,
+    request: &Request,
+    connect: Option<String>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<RestoredIntoLibvirt, RestoreError> {
+    let started = Instant::now();
+    let chosen = ChosenCheckpoint::open(request)?;
+    let number = chosen.image.info().number;
+    let xml = domain_xml(&chosen.recipe).ok_or(SaveImageError::NoDomain { number })?;
+    let description = portable_xml::describe(xml).map_err(|problem| RestoreError::DomainXml { problem })?;
+    let libvirt = Libvirt::open(connect.clone(), description.name.clone())?;
+    let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
+    if let Some((state, _)) = idle_slot.prepared() {
+        state.refuse_prepared().map_err(rekindle_vm::error::LifeError::from)?;
+    }
+    let rundir = idle_slot.rundir.clone();
+    let planned = plan(&libvirt, &description, &chosen, xml);
+    let Plan { overlays, xml } = match planned {
+        Ok(planned) => planned,
+        Err(e) => {
+            idle_slot.release();
+            return Err(e);
+        }
+    };
+    let hardware = chosen.recipe.hardware.clone();
+    let starter = format!("by libvirt, which restores it ({})", description.name);
+    let state = State {
+        format: format_of(&hardware),
+        definition: rekindle_vm::definition::Definition { name: name.clone(), ..chosen.recipe.definition.clone() },
+        hardware,
+        generation: GENERATION,
+        vmm: None,
+        version: None,
+        previous: None,
+        prepared: None,
+        attached: Some(Attached { uid: 0, starter }),
+    };
+    state.write(&rundir).map_err(file_error(&rundir, "state.json"))?;
+    let journal_failed = file_error(&rundir, "operation.json");
+    let mut journal = Journal::open(&rundir, Kind::LibvirtRestore, None, GENERATION).map_err(&journal_failed)?;
+    let domain = RestoredDomain { uuid: description.uuid.clone(), connect };
+    journal.operation.restored_domain = Some(domain.clone());
+    journal.write().map_err(&journal_failed)?;
+    fault::point("libvirt-restore.prepare.journalled", None, None);
+    let image_path = saved_path(host, &rundir, &state.definition);
+    let restore = Restore { host, name, rundir: &rundir, libvirt: &libvirt, domain: &domain, image_path: &image_path };
+    let attached = restore.to_attached(request, chosen, overlays, &xml, progress).and_then(|attached| {
+        journal.operation.to.clone_from(&attached.state.vmm);
+        journal.advance(Step::Resume).map_err(&journal_failed)?;
+        Ok(attached)
+    });
+    let AttachedDomain { state, checkpoint, taken_us } = match attached {
+        Ok(attached) => attached,
+        Err(e) => {
+            undo(host, &rundir, &state, &libvirt, &domain)?;
+            return Err(e);
+        }
+    };
+    fault::point("libvirt-restore.resume.journalled", None, None);
+    libvirt.domain(&domain.uuid)?.resume().map_err(|e| libvirt.failed(e))?;
+    fault::point("libvirt-restore.resume.resumed", None, None);
+    let resumed_after_us = started.elapsed().as_micros() as u64;
+    libvirt.define(&domain.uuid)?;
+    fault::point("libvirt-restore.settle.defined", None, None);
+    journal.close().map_err(&journal_failed)?;
+    let pid = state.vmm.map_or(0, |vmm| vmm.pid);
+    let (name, domain) = (name.to_string(), description.name);
+    Ok(RestoredIntoLibvirt { name, domain, checkpoint, taken_us, resumed_after_us, pid })
+}
+
+/// Finishes a restore into libvirt if its guest may have run; otherwise undoes it.
+///
+/// # Errors
+/// [`RestoreError`]: the recovery can be repeated.
+pub fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome, RestoreError> {
+    let rundir = &held.rundir;
+    let Some(domain) = journal.operation.restored_domain.clone() else {
+        // It was interrupted before it did anything.
+        clean_up(host, rundir, &held.state)?;
+        return Ok(Outcome::Removed);
+    };
+    let libvirt = Libvirt::open(domain.connect.clone(), domain.uuid.clone())?;
+    let state = match libvirt.find(&domain.uuid) {
+        Some(found) => found.state().map_err(|e| libvirt.failed(e))?,
+        None => DomainState::ShutOff,
+    };
+    if journal.operation.step < Step::Resume || state == DomainState::ShutOff {
+        undo(host, rundir, &held.state, &libvirt, &domain)?;
+        return Ok(Outcome::Removed);
+    }
+    if state == DomainState::Paused {
+        libvirt.domain(&domain.uuid)?.resume().map_err(|e| libvirt.failed(e))?;
+    }
+    libvirt.define(&domain.uuid)?;
+    journal.close().map_err(file_error(rundir, "operation.json"))?;
+    Ok(Outcome::Finished)
+}
+
+/// Removes what a restore has made whose guest has not run, or has ended. Changes nothing if somebody else has resumed
+/// the domain: its disks may be on the overlays of the restore.
+fn undo(
+    host: &Host,
+    rundir: &RunDir,
+    state: &State,
+    libvirt: &Libvirt,
+    domain: &RestoredDomain,
+) -> Result<(), RestoreError> {
+    if let Some(found) = libvirt.find(&domain.uuid) {
+        match found.state().map_err(|e| libvirt.failed(e))? {
+            DomainState::ShutOff => {}
+            DomainState::Paused => found.destroy().map_err(|e| libvirt.failed(e))?,
+            DomainState::Running | DomainState::Other => {
+                return Err(RestoreError::DomainRuns { domain: libvirt.domain.clone() });
+            }
+        }
+    }
+    Ok(clean_up(host, rundir, state)?)
+}
+
+/// What a restore needs, checked. Nothing has changed yet.
+struct Plan {
+    overlays: RestoredOverlays,
+    /// The domain, its disks on fresh overlays.
+    xml: String,
+}
+
+fn plan(
+    libvirt: &Libvirt,
+    description: &Description,
+    chosen: &ChosenCheckpoint,
+    xml: &str,
+) -> Result<Plan, RestoreError> {
+    if let Some(known) = libvirt.find(&description.uuid)
+        && known.state().map_err(|e| libvirt.failed(e))? != DomainState::ShutOff
+    {
+        return Err(RestoreError::DomainRuns { domain: description.name.clone() });
+    }
+    let mut overlays = RestoredOverlays::open(&chosen.overlays)?;
+    let files = overlays.give_to_libvirt(&description.disks)?;
+    let missing = libvirt.missing(description, &files)?;
+    if !missing.is_empty() {
+        return Err(RestoreError::Missing { domain: description.name.clone(), missing });
+    }
+    let xml = portable_xml::with_disks_on(xml, &files).map_err(|problem| RestoreError::DomainXml { problem })?;
+    Ok(Plan { overlays, xml })
+}
+
+/// A connection to libvirt, for one domain.
+struct Libvirt {
+    connection: Arc<Connection>,
+    /// Names the domain in errors.
+    domain: String,
+}
+
+impl Libvirt {
+    fn open(uri: Option<String>, domain: String) -> Result<Self, RestoreError> {
+        match Connection::open(uri.as_deref()) {
+            Ok(connection) => Ok(Self { connection: Arc::new(connection), domain }),
+            Err(source) => Err(RestoreError::Libvirt { domain, source }),
+        }
+    }
+
+    fn failed(&self, source: LibvirtError) -> RestoreError {
+        RestoreError::Libvirt { domain: self.domain.clone(), source }
+    }
+
+    /// Finds the domain. `None`: libvirt does not know it.
+    fn find(&self, uuid: &str) -> Option<Domain> {
+        self.connection.lookup(uuid).ok()
+    }
+
+    fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {
+        self.connection.lookup(uuid).map_err(|e| self.failed(e))
+    }
+
+    /// Defines the running domain, or puts its definition on the disks that it has now. Can be repeated.
+    fn define(&self, uuid: &str) -> Result<(), RestoreError> {
+        let domain = self.domain(uuid)?;
+        let running = domain.portable_xml().map_err(|e| self.failed(e))?;
+        let unusable = |problem: String| RestoreError::DomainXml { problem };
+        let definition = match domain.is_persistent().map_err(|e| self.failed(e))? {
+            false => running,
+            true => {
+                let definition = domain.definition().map_err(|e| self.failed(e))?;
+                let defined = disks::of_domain(&definition).map_err(unusable)?;
+                let mut files = BTreeMap::new();
+                for disk in disks::of_domain(&running).map_err(unusable)? {
+                    let has_other_file = |other: &&DomainDisk| other.target == disk.target && other.files != disk.files;
+                    if let (Some(_), Some(file)) = (defined.iter().find(has_other_file), disk.files.first()) {
+                        files.insert(disk.target, PathBuf::from(file));
+                    }
+                }
+                portable_xml::with_disks_on(&definition, &files).map_err(unusable)?
+            }
+        };
+        self.connection.define(&definition).map_err(|e| self.failed(e))
+    }
+
+    /// Returns what the domain needs and this host does not have. `replaced`: the disks that get other files.
+    fn missing(
+        &self,
+        description: &Description,
+        replaced: &BTreeMap<String, PathBuf>,
+    ) -> Result<Vec<String>, RestoreError> {
+        let mut missing = Vec::new();
+        for network in &description.networks {
+            if !self.connection.has_active_network(network).map_err(|e| self.failed(e))? {
+                missing.push(format!("an active network {network}: virsh net-start {network}"));
+            }
+        }
+        for interface in &description.interfaces {
+            if !Path::new("/sys/class/net").join(interface).exists() {
+                missing.push(format!("a network interface {interface}"));
+            }
+        }
+        let disks = description.disks.iter().filter(|disk| !replaced.contains_key(&disk.target));
+        let disk_files = disks.filter_map(|disk| disk.files.first()).map(Path::new);
+        let files = description.files.iter().map(PathBuf::as_path).chain(disk_files);
+        missing.extend(files.filter(|file| !file.exists()).map(|file| format!("the file {}", file.display())));
+        Ok(missing)
+    }
+}
+
+/// A restore whose checks have passed.
+struct Restore<'a> {
+    host: &'a Host,
+    name: &'a Name,
+    rundir: &'a RunDir,
+    libvirt: &'a Libvirt,
+    domain: &'a RestoredDomain,
+    /// The save image.
+    image_path: &'a Path,
+}
+
+/// A paused domain that is attached.
+struct AttachedDomain {
+    state: State,
+    checkpoint: u64,
+    taken_us: u64,
+}
+
+impl Restore<'_> {
+    /// Takes all steps before the guest is resumed.
+    fn to_attached(
+        &self,
+        request: &Request,
+        chosen: ChosenCheckpoint,
+        mut overlays: RestoredOverlays,
+        xml: &str,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<AttachedDomain, RestoreError> {
+        let machine = chosen.recipe.hardware.machine.clone();
+        overlays.create(self.rundir, &chosen.recipe.definition.qemu)?;
+        fault::point("libvirt-restore.prepare.overlays", None, None);
+        let info = chosen.image.info();
+        let (checkpoint, taken_us) = (info.number, info.time_us);
+        let newest = claim_store(request, chosen.image.vm(), self.rundir)?;
+        if request.at.is_none() && newest != checkpoint {
+            return Err(RestoreError::Newer { name: self.name.to_string(), newest });
+        }
+        fault::point("libvirt-restore.prepare.owned", None, None);
+        self.write_image(&chosen, xml, &machine, progress)?;
+        fault::point("libvirt-restore.prepare.written", None, None);
+        let loaded = self.libvirt.connection.restore_paused(&self.image_path.to_string_lossy());
+        loaded.map_err(|e| self.libvirt.failed(e))?;
+        fault::point("libvirt-restore.renew.loaded", None, None);
+        fs::remove_file(self.image_path).map_err(path_error(self.image_path))?;
+        let RestoredDomain { uuid, connect } = self.domain.clone();
+        let mut state = attach_locked(self.host, self.rundir, self.name, Monitor::Libvirt { domain: uuid, connect })?;
+        if let Some(vmm) = &state.vmm {
+            overlays.locate(&mut vmm.connect(MONITOR_TIMEOUT)?)?;
+            overlays.note_resume(self.rundir, vmm)?;
+        }
+        // The next checkpoints merge the overlays on which libvirt has started the domain.
+        if let Some(machine) = &mut state.hardware.foreign {
+            machine.arguments = without_overlays(&machine.arguments);
+        }
+        state.write(self.rundir).map_err(file_error(self.rundir, "state.json"))?;
+        fault::point("libvirt-restore.renew.attached", None, None);
+        Ok(AttachedDomain { state, checkpoint, taken_us })
+    }
+
+    fn write_image(
+        &self,
+        chosen: &ChosenCheckpoint,
+        xml: &str,
+        machine: &str,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), RestoreError> {
+        let failed = path_error(self.image_path);
+        if let Some(directory) = self.image_path.parent() {
+            fs::create_dir_all(directory).map_err(&failed)?;
+        }
+        // An interrupted restore may have left one.
+        let mut options = OpenOptions::new();
+        let file =
+            options.write(true).create(true).truncate(true).mode(0o600).open(self.image_path).map_err(&failed)?;
+        let mut out = BufWriter::with_capacity(WRITE_BYTES, file);
+        match write_domain(&chosen.image, xml, machine, &mut out, progress) {
+            Err(SaveImageError::Export(ExportError::Write(e))) => Err(failed(e)),
+            written => written.map(drop).map_err(RestoreError::from),
+        }?;
+        out.flush().map_err(failed)
+    }
+}
+
+fn path_error(path: &Path) -> impl Fn(io::Error) -> RestoreError + use<> {
+    let path = path.to_owned();
+    move |source| RestoreError::Journal { path: path.clone(), source }
+}
+
+fn file_error(rundir: &RunDir, name: &str) -> impl Fn(io::Error) -> RestoreError + use<> {
+    path_error(&rundir.file(name))
+}
