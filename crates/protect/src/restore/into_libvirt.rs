@@ -176,7 +176,7 @@ pub fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome
     Ok(Outcome::Finished)
 }
 
-/// Removes what a restore has made whose guest has not run, or has ended. Changes nothing if somebody else has resumed
+/// Removes what a restore has made whose guest has not run, or has ended. Changes nothing if another program has resumed
 /// the domain: its disks may be on the overlays of the restore.
 fn undo(
     host: &Host,

@@ -1,14 +1,15 @@
 //! `rekindle protect --disk overlays` of a libvirt domain: libvirt puts the overlays and merges them, and its users cannot
 //! merge into what a checkpoint needs.
 
+mod restore;
+
 use super::attach::protect;
 use super::overlays::{BLOCKS, image_digest, read, write};
-use crate::common::lab::entries;
 use crate::common::protector::{self, Protector, crash, restore, wait_filled};
 use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
-use rekindle_vm::fault::{FENCE_POINTS, OVERLAY_POINTS, RESTORE_DOMAIN_POINTS};
+use rekindle_vm::fault::{FENCE_POINTS, OVERLAY_POINTS};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -184,124 +185,6 @@ fn memory_and_disks_of_a_restored_domain_agree() {
     restore(guest, &store, &[]);
     assert_both_agree(guest, &newest, "the restored guest's checkpoint");
     guest.rekindle(&["stop", "--now"]).ok();
-}
-
-/// Returns `rekindle restore --into-libvirt` of VM `dom`.
-fn restoring_into_libvirt(lab: &Lab, store: &Path) -> Command {
-    let mut command = lab.command(["--json", "restore", "dom", "--into-libvirt", "--preview", "--connect", URI]);
-    command.arg("--store").arg(store);
-    command
-}
-
-#[test]
-fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
-    let libvirt = PrivateLibvirt::start();
-    let lab = Lab::without_root();
-    let attached = Attached::boot(&libvirt, &lab);
-    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    let boot = guest.boot_id();
-    write_both(guest, 1);
-    let first = read_both(guest);
-    let protected = [&OVERLAYS[..], &["--count", "4"]].concat();
-    protect(&lab, "dom", &store, &protected);
-    write_both(guest, 2);
-    let restore = || lab.finish(restoring_into_libvirt(&lab, &store));
-    restore().status(1).prints(&["dom", "run"]);
-    attached.kill_qemu();
-    // A host that has never had the domain.
-    attached.virsh("undefine", &[]).unwrap();
-    restore().ok();
-    assert_eq!(attached.domain.state(), "running");
-    assert_eq!(guest.boot_id(), boot);
-    assert_both_agree(guest, &first, "restored into libvirt");
-    for target in ["vda", "vdb"] {
-        attached.assert_fenced(target);
-    }
-    assert!(
-        attached
-            .virsh("dominfo", &[])
-            .unwrap()
-            .lines()
-            .any(|line| line.starts_with("Persistent") && line.ends_with("yes"))
-    );
-    libvirt.virsh(&["suspend", &attached.domain.name]);
-    libvirt.virsh(&["resume", &attached.domain.name]);
-
-    // Its next checkpoints merge the overlays, and it can be restored from them as well.
-    write_both(guest, 3);
-    let newest = read_both(guest);
-    assert_eq!(protect(&lab, "dom", &store, &protected).len(), 4);
-    write_both(guest, 4);
-    attached.kill_qemu();
-    restore().ok();
-    assert_eq!(guest.boot_id(), boot);
-    assert_both_agree(guest, &newest, "restored again, over a definition");
-    attached.detach("at the end");
-    assert_both_agree(guest, &newest, "on its images");
-}
-
-#[test]
-fn a_restore_into_libvirt_that_is_killed_is_finished_or_leaves_nothing() {
-    let libvirt = PrivateLibvirt::start();
-    let lab = Lab::without_root();
-    let attached = Attached::boot(&libvirt, &lab);
-    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    let boot = guest.boot_id();
-    write_both(guest, 1);
-    let first = read_both(guest);
-    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "3"]].concat());
-    let files = || {
-        let mut files: Vec<_> = ["vda", "vdb"].map(overlays).iter().flat_map(|path| entries(path)).collect();
-        files.extend(entries(&lab.save_dir()));
-        files
-    };
-    attached.kill_qemu();
-    for point in RESTORE_DOMAIN_POINTS {
-        eprintln!("==== {point}");
-        let before = files();
-        let mut command = restoring_into_libvirt(&lab, &store);
-        command.env("REKINDLE_FAULT", format!("{point}:kill"));
-        lab.finish(command).killed();
-        lab.rekindle(["recover", "dom"]).ok();
-        let is_decided =
-            ["libvirt-restore.resume.", "libvirt-restore.settle."].iter().any(|step| point.starts_with(step));
-        let state = if is_decided { "running" } else { "shut off" };
-        assert_eq!(attached.domain.state(), state, "{point}");
-        if is_decided {
-            assert_eq!(guest.boot_id(), boot, "{point}");
-            assert_both_agree(guest, &first, point);
-            attached.assert_fenced("vda");
-            attached.kill_qemu();
-            lab.rekindle(["detach", "dom"]).ok();
-        } else if *point != "libvirt-restore.renew.attached" {
-            // From then on the guest may have run on its overlays. The next protector removes them.
-            assert_eq!(files(), before, "{point}");
-        }
-    }
-    lab.finish(restoring_into_libvirt(&lab, &store)).ok();
-    assert_both_agree(guest, &first, "after the walk");
-    attached.detach("at the end");
-}
-
-#[test]
-fn what_a_restored_domain_needs_is_named_before_anything_starts() {
-    let libvirt = PrivateLibvirt::start();
-    let lab = Lab::without_root();
-    let attached = Attached::boot(&libvirt, &lab);
-    let store = protector::store(&lab, "store");
-    let crash_consistent = ["--disk", "crash-consistent", "--count", "2"];
-    protect(&lab, "dom", &store, &crash_consistent);
-    attached.kill_qemu();
-    let moved = image("elsewhere");
-    fs::rename(image("vdb"), &moved).unwrap();
-    let restore = || lab.finish(restoring_into_libvirt(&lab, &store));
-    restore().status(1).prints(&["this host does not have", "the file", "vdb.image"]);
-    assert_eq!(attached.domain.state(), "shut off");
-    fs::rename(moved, image("vdb")).unwrap();
-    restore().ok();
-    assert_eq!(attached.domain.state(), "running");
-    lab.rekindle(["restore", "dom", "--into-libvirt", "--store", store.to_str().unwrap()]).status(2);
-    attached.guest.rekindle(&["detach"]).ok();
 }
 
 #[test]
