@@ -134,7 +134,8 @@ pub fn check(definition: &Definition) -> Result<(), NetworkError> {
 }
 
 /// Returns whether this network namespace has an interface of that name.
-fn has_interface(name: &str) -> bool {
+#[must_use]
+pub fn has_interface(name: &str) -> bool {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None);
     socket.is_ok_and(|socket| name_to_index(&socket, name).is_ok())
 }

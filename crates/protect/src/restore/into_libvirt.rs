@@ -30,6 +30,7 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, RestoredDomain, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
+use rekindle_vm::network::has_interface;
 use rekindle_vm::overlays::RestoredOverlays;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::slot::IdleSlot;
@@ -288,11 +289,8 @@ impl Libvirt {
                 missing.push(format!("an active network {network}: virsh net-start {network}"));
             }
         }
-        for interface in &description.interfaces {
-            if !Path::new("/sys/class/net").join(interface).exists() {
-                missing.push(format!("a network interface {interface}"));
-            }
-        }
+        let absent = description.interfaces.iter().filter(|interface| !has_interface(interface));
+        missing.extend(absent.map(|interface| format!("a network interface {interface}")));
         let disks = description.disks.iter().filter(|disk| !replaced.contains_key(&disk.target));
         let disk_files = disks.filter_map(|disk| disk.files.first()).map(Path::new);
         let files = description.files.iter().map(PathBuf::as_path).chain(disk_files);

@@ -6,6 +6,8 @@ mod changes;
 mod daemon;
 mod faults;
 mod interference;
+mod page;
+mod protect_page;
 mod several;
 mod taps;
 mod traffic;

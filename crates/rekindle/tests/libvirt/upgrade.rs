@@ -1,5 +1,6 @@
 //! The commands of `docs/upgrade-libvirt-guests.md`, run as they are written there.
 
+use crate::page::Page;
 use crate::{rekindle, text};
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::tools::{qemu_new, qemu_old};
@@ -7,41 +8,9 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
-const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/upgrade-libvirt-guests.md");
-
-/// Returns the commands of a heading's blocks: the lines that start with root's prompt.
-fn commands_of(heading: &str) -> Vec<String> {
-    let page = fs::read_to_string(PAGE).unwrap();
-    let sections = page.split("\n## ");
-    let section = sections.filter(|section| section.contains(heading)).collect::<Vec<_>>();
-    let [section] = section.as_slice() else { panic!("the page has {} sections `{heading}`", section.len()) };
-    let commands: Vec<_> = section.lines().filter_map(|line| line.strip_prefix("# ")).map(str::to_owned).collect();
-    assert!(!commands.is_empty(), "{heading}");
-    commands
-}
-
-/// Runs a command of the page. `domain` is the one that the page calls `db`.
-fn run(command: &str, domain: &Domain<'_>) -> Output {
-    let words: Vec<_> = command.split(' ').map(|word| if word == "db" { domain.name.as_str() } else { word }).collect();
-    match words.as_slice() {
-        ["rekindle", arguments @ ..] => rekindle(arguments).output().unwrap(),
-        [program, arguments @ ..] => Command::new(program).args(arguments).output().unwrap(),
-        [] => panic!("an empty command"),
-    }
-}
-
-/// Runs the commands of a section, which have to succeed, and returns everything that they print.
-#[track_caller]
-fn run_section(heading: &str, domain: &Domain<'_>) -> String {
-    let run_one = |command: String| {
-        let output = run(&command, domain);
-        assert!(output.status.success(), "{command}: {}", text(&output));
-        text(&output)
-    };
-    commands_of(heading).into_iter().map(run_one).collect()
-}
+const PAGE: &str = "upgrade-libvirt-guests.md";
 
 /// Directories of files that QEMU finds by the place of its program, below `/usr`: firmware, modules.
 const DATA_DIRECTORIES: [&str; 4] = ["share/qemu", "share/seabios", "lib/ipxe", "lib/x86_64-linux-gnu/qemu"];
@@ -91,37 +60,37 @@ fn the_commands_of_the_page_upgrade_the_qemus_of_all_domains() {
         libvirt.boot(&DomainOptions { emulator: &emulator, network: Network::Tap(""), ..DomainOptions::new(name) })
     });
     let boot_ids = domains.each_ref().map(|domain| domain.ask("boot-id"));
-    let [db, _] = &domains;
+    let page = Page { file: PAGE, domain: &domains[0], checkpoints: None };
 
     // Apt would replace the QEMU of the machine that runs this test.
-    assert_eq!(commands_of("1. Install"), ["apt-get install --only-upgrade qemu-system-x86"]);
+    assert_eq!(page.commands_of("1. Install"), ["apt-get install --only-upgrade qemu-system-x86"]);
     installed.upgrade();
-    let before = run_section("2. See", db);
+    let before = page.run_section("2. See");
     assert_eq!(before.matches("out of date: 10.0").count(), 2, "{before}");
     assert_eq!(before.matches("7.2.").count(), 2, "{before}");
-    let plan = run_section("3. Ask", db);
+    let plan = page.run_section("3. Ask");
     assert!(domains.iter().all(|domain| plan.contains(&domain.name)), "{plan}");
 
     // Rekindle is killed in the middle. The page has the remedy.
-    let [replace] = commands_of("4. Replace").try_into().unwrap();
+    let [replace] = page.commands_of("4. Replace").try_into().unwrap();
     let arguments: Vec<_> = replace.split(' ').skip(1).collect();
     let killed = rekindle(&arguments).env("REKINDLE_FAULT", "libvirt.suspend.loaded:kill").output().unwrap();
     assert_eq!(killed.status.signal(), Some(9), "{}", text(&killed));
     assert_eq!(libvirt.daemon(), None);
-    let [list, recover] = commands_of("If something goes wrong").try_into().unwrap();
-    let listed = text(&run(&list, db));
+    let [list, recover] = page.commands_of("If something goes wrong").try_into().unwrap();
+    let listed = text(&page.run(&list));
     assert!(domains.iter().all(|domain| listed.contains(&domain.name)), "{listed}");
-    let recovered = run(&recover, db);
+    let recovered = page.run(&recover);
     assert!(recovered.status.success(), "{}", text(&recovered));
-    let status = run_section("2. See", db);
+    let status = page.run_section("2. See");
     assert!(status.contains("out of date: 10.0"), "{status}");
 
-    run_section("4. Replace", db);
+    page.run_section("4. Replace");
     let qemus = domains.each_ref().map(Domain::process);
-    let repeated = run_section("4. Replace", db);
+    let repeated = page.run_section("4. Replace");
     assert_eq!(repeated.matches("its QEMU is the installed one").count(), 2, "{repeated}");
     assert_eq!(domains.each_ref().map(Domain::process), qemus);
-    let after = run_section("5. Check", db);
+    let after = page.run_section("5. Check");
     assert!(!after.contains("out of date"), "{after}");
     for (domain, boot_id) in domains.iter().zip(&boot_ids) {
         assert_eq!(domain.state(), "running");
