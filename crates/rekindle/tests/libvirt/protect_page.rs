@@ -19,7 +19,7 @@ fn newest_checkpoint(store: &Path) -> u64 {
     listed["checkpoints"].as_array().and_then(|all| all.last()?["number"].as_u64()).unwrap_or(0)
 }
 
-/// Waits for a checkpoint that was begun after this call.
+/// Waits for a checkpoint that has started after this call.
 fn wait_checkpoint(store: &Path) {
     let target = newest_checkpoint(store) + 2;
     wait_for("a checkpoint", DEADLINE, || (newest_checkpoint(store) >= target).then_some(()));
