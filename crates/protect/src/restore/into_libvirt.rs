@@ -15,6 +15,7 @@
 use super::checkpoint::{ChosenCheckpoint, claim_store};
 use super::recover::Outcome;
 use super::{Request, RestoreError};
+use crate::error::with_causes;
 use crate::save_image::{SaveImageError, domain_xml, write_domain};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_libvirt::disks::{self, DomainDisk};
@@ -133,18 +134,28 @@ pub fn restore_into_libvirt(
     let AttachedDomain { state, checkpoint, taken_us } = match attached {
         Ok(attached) => attached,
         Err(e) => {
-            undo(host, &rundir, &state, &libvirt, &domain)?;
-            return Err(e);
+            return Err(match undo(host, &rundir, &state, &libvirt, &domain) {
+                Ok(()) => e,
+                Err(not_undone) => {
+                    tracing::error!(
+                        "{name}: the restore failed: {}; to remove what it has made: rekindle recover {name}",
+                        with_causes(&e)
+                    );
+                    not_undone
+                }
+            });
         }
     };
+    let pid = state.vmm.map_or(0, |vmm| vmm.pid);
+    let may_run = |source| RestoreError::MayRun { name: name.to_string(), pid, source: Box::new(source) };
     fault::point("libvirt-restore.resume.journalled", None, None);
-    libvirt.domain(&domain.uuid)?.resume().map_err(|e| libvirt.failed(e))?;
+    let resumed = libvirt.domain(&domain.uuid).and_then(|found| found.resume().map_err(|e| libvirt.failed(e)));
+    resumed.map_err(&may_run)?;
     fault::point("libvirt-restore.resume.resumed", None, None);
     let resumed_after_us = started.elapsed().as_micros() as u64;
-    libvirt.define(&domain.uuid)?;
+    libvirt.define(&domain.uuid).map_err(&may_run)?;
     fault::point("libvirt-restore.settle.defined", None, None);
-    journal.close().map_err(&journal_failed)?;
-    let pid = state.vmm.map_or(0, |vmm| vmm.pid);
+    journal.close().map_err(|e| may_run(journal_failed(e)))?;
     let (name, domain) = (name.to_string(), description.name);
     Ok(RestoredIntoLibvirt { name, domain, checkpoint, taken_us, resumed_after_us, pid })
 }
@@ -161,7 +172,7 @@ pub fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome
         return Ok(Outcome::Removed);
     };
     let libvirt = Libvirt::open(domain.connect.clone(), domain.uuid.clone())?;
-    let state = match libvirt.find(&domain.uuid) {
+    let state = match libvirt.find(&domain.uuid)? {
         Some(found) => found.state().map_err(|e| libvirt.failed(e))?,
         None => DomainState::ShutOff,
     };
@@ -186,7 +197,7 @@ fn undo(
     libvirt: &Libvirt,
     domain: &RestoredDomain,
 ) -> Result<(), RestoreError> {
-    if let Some(found) = libvirt.find(&domain.uuid) {
+    if let Some(found) = libvirt.find(&domain.uuid)? {
         match found.state().map_err(|e| libvirt.failed(e))? {
             DomainState::ShutOff => {}
             DomainState::Paused => found.destroy().map_err(|e| libvirt.failed(e))?,
@@ -211,7 +222,7 @@ fn plan(
     chosen: &ChosenCheckpoint,
     xml: &str,
 ) -> Result<Plan, RestoreError> {
-    if let Some(known) = libvirt.find(&description.uuid)
+    if let Some(known) = libvirt.find(&description.uuid)?
         && known.state().map_err(|e| libvirt.failed(e))? != DomainState::ShutOff
     {
         return Err(RestoreError::DomainRuns { domain: description.name.clone() });
@@ -246,8 +257,13 @@ impl Libvirt {
     }
 
     /// Finds the domain. `None`: libvirt does not know it.
-    fn find(&self, uuid: &str) -> Option<Domain> {
-        self.connection.lookup(uuid).ok()
+    fn find(&self, uuid: &str) -> Result<Option<Domain>, RestoreError> {
+        match self.connection.lookup(uuid) {
+            Ok(domain) => Ok(Some(domain)),
+            Err(_) if self.connection.is_alive() => Ok(None),
+            // A daemon that has ended knows no domain, but the domain may run.
+            Err(e) => Err(self.failed(e)),
+        }
     }
 
     fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {

@@ -145,8 +145,10 @@ fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qm
     };
     if !is_own {
         // Overlays that libvirt has put, or on which it has started the domain.
-        let below = graph.nodes_of(device).find(|node| !graph.is_overlay_file(node));
-        return Ok(below.map_or(node, str::to_owned));
+        let Some(base) = graph.nodes_of(device).find(|node| !graph.is_overlay_file(node)) else { return Ok(node) };
+        // The overlays of the command line may be merged meanwhile, and others be above.
+        let given = tops.get(base).filter(|_| graph.is_overlay_file(&node));
+        return Ok(given.map_or(base, String::as_str).to_owned());
     }
     match graph.chain_of(device) {
         Ok(chain) => Ok(chain.base),

@@ -11,10 +11,8 @@ use super::Rewriter;
 use crate::adopt::Obstacle;
 use crate::command::ForeignMachine;
 use crate::cpu::Features;
-use crate::foreign::CurrentDisk;
 use crate::foreign::MachineFacts;
 use crate::foreign::differences::{device_differences, disk_differences};
-use crate::foreign::overlay_nodes::OverlayNodes;
 use crate::options::Options;
 use std::collections::BTreeSet;
 
@@ -117,14 +115,7 @@ impl Rewriter {
     fn check_disks(&mut self, facts: &MachineFacts) {
         let node_name = |argument: &String| Options::parse(argument, "driver").ok()?.get("node-name");
         let nodes: BTreeSet<String> = self.arguments.iter().filter_map(node_name).collect();
-        // A disk on its image is that of a command line with overlays on this image.
-        let tops = OverlayNodes::of(&self.arguments).tops();
-        let given = |CurrentDisk { device, node }: &CurrentDisk| CurrentDisk {
-            device: device.clone(),
-            node: tops.get(node).unwrap_or(node).clone(),
-        };
-        let disks: Vec<CurrentDisk> = facts.disks.iter().map(given).collect();
-        self.obstacles.extend(disk_differences(&self.devices, &nodes, &disks));
+        self.obstacles.extend(disk_differences(&self.devices, &nodes, &facts.disks));
     }
 
     /// Rejects kept arguments that need something which is left out.
