@@ -87,7 +87,7 @@ impl PrivateLibvirt {
 
     /// Starts the daemon, and returns when it accepts connections.
     pub fn start_daemon(&self) {
-        start_in_background(LIBVIRTD);
+        start_libvirtd();
         self.virsh(&["uri"]);
     }
 
@@ -177,7 +177,7 @@ impl Drop for PrivateLibvirt {
         let qemus: Vec<_> = status_files.filter_map(|path| process_in(&path.with_extension("pid"))).collect();
         // Only the daemon removes what a domain has outside of the namespace: its cgroups.
         if self.daemon().is_none() {
-            start_in_background(LIBVIRTD);
+            start_libvirtd();
         }
         let names = self.try_virsh(&["list", "--name"]).unwrap_or_default();
         let failures: Vec<_> = names.lines().filter_map(|name| self.try_virsh(&["destroy", name]).err()).collect();
@@ -370,6 +370,14 @@ fn copy_devices(from: &Path, to: &Path) {
     }
 }
 
+fn start_libvirtd() {
+    // A daemon that was killed keeps its pid file locked until its last thread has ended.
+    if let Some(killed) = recorded_in(Path::new(LIBVIRTD_PID_FILE)) {
+        assert!(killed.wait_end(DEADLINE).unwrap(), "a daemon runs already, or does not end");
+    }
+    start_in_background(LIBVIRTD);
+}
+
 /// Starts a daemon that goes to the background when it is ready. Needs a running virtlogd for libvirtd.
 fn start_in_background(program: &str) {
     let status = Command::new(program).arg("-d").stdin(Stdio::null()).stdout(Stdio::null()).status();
@@ -386,6 +394,11 @@ fn stop(process: Process) {
 
 /// Returns the running process that a pid file names. A daemon has created the file before it writes it.
 fn process_in(pid_file: &Path) -> Option<Process> {
+    recorded_in(pid_file).filter(Process::is_alive)
+}
+
+/// Returns the process that a pid file names, which may be ending.
+fn recorded_in(pid_file: &Path) -> Option<Process> {
     let text = fs::read_to_string(pid_file).ok()?;
-    Process::of(text.trim().parse().ok()?).ok().filter(Process::is_alive)
+    Process::of(text.trim().parse().ok()?).ok()
 }
