@@ -60,7 +60,7 @@ Example:
 Examples:
   rekindle store export /srv/checkpoints/web --output web.stream
   rekindle store export /srv/checkpoints/web --at 7 | zstd > web.stream.zst
-  rekindle store export /srv/checkpoints/db --libvirt --output db.save && virsh restore db.save")]
+  rekindle store export /srv/checkpoints/db --libvirt --output db.save")]
     Export(StoreExport),
     /// Import a stream that was exported, or saved by QEMU, as the next checkpoint of a store.
     ///
