@@ -330,8 +330,8 @@ impl VhostUserBackendReqHandlerMut for FrontEndSession {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        let status = self.engine.ask(Command::Status).map_err(refused)?;
-        let space = DiskConfig { capacity: status.bytes, ..self.config }.config_space();
+        let capacity = self.ask_engine(ConnectionCommand::ReadLength)?;
+        let space = DiskConfig { capacity, ..self.config }.config_space();
         // A newer front end knows more fields; they read as zeros.
         let offsets = offset..offset.saturating_add(size);
         Ok(offsets.map(|offset| space.get(offset as usize).copied().unwrap_or(0)).collect())

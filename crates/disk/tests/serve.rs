@@ -14,7 +14,7 @@ use rekindle_disk::image::ImageError;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::server::{ServeError, serve};
 use std::fs::OpenOptions;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::time::Instant;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -214,7 +214,16 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     (&channel).read_exact(&mut message).unwrap();
     guest.run(0, RingState::Empty);
     (&channel).read_exact(&mut message).unwrap();
+    // QEMU discards a notification that it reads while it is stopping the guest.
+    guest.stop(0);
+    guest.run(0, RingState::Empty);
+    (&channel).read_exact(&mut message).unwrap();
     assert_eq!(capacity(&mut guest), 512);
+    // Nothing has grown since QEMU has read the length.
+    guest.stop(0);
+    guest.run(0, RingState::Empty);
+    channel.set_nonblocking(true).unwrap();
+    assert_eq!((&channel).read(&mut message).unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
 #[test]

@@ -53,6 +53,8 @@ pub enum ConnectionCommand {
     Leave,
     /// A socket for notifications to the QEMU.
     SetChannel(OwnedFd, Answer<()>),
+    /// The QEMU reads the disk's length in bytes.
+    ReadLength(Answer<u64>),
     /// The memory of the QEMU's guest.
     SetMemory(Arc<Memory>, Answer<()>),
     /// The record of requests in progress, in memory that QEMU holds.

@@ -25,8 +25,21 @@ pub(super) struct Connection {
     pub inflight: Option<Inflight>,
     /// The socket for notifications to the QEMU.
     channel: Option<OwnedFd>,
-    /// The disk may have grown while the QEMU's queues did not run, when QEMU does not listen.
-    pub is_growth_unreported: bool,
+    growth: GrowthReport,
+}
+
+/// How much of the disk's growth a QEMU knows.
+///
+/// QEMU discards a notification while it is stopping its guest, and while the guest is stopped. What it has discarded is
+/// sent again when the guest continues.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum GrowthReport {
+    /// The disk may have grown, and QEMU has not been notified while its queues ran.
+    #[default]
+    Due,
+    /// QEMU has been notified, and has not read the disk's length since.
+    Sent,
+    Read,
 }
 
 impl Connection {
@@ -39,10 +52,26 @@ impl Connection {
         !self.queues.is_empty()
     }
 
+    /// Notifies the QEMU that the disk may have grown.
     pub fn notify_grown(&mut self) {
-        self.is_growth_unreported = self.queues.is_empty();
+        self.growth = if self.queues.is_empty() { GrowthReport::Due } else { GrowthReport::Sent };
         if let Some(Err(e)) = self.channel.as_ref().map(channel::notify_config_changed) {
             warn_limited!("cannot notify QEMU that the disk has grown: {e}; the guest sees it after a reboot");
+        }
+    }
+
+    /// Notifies the QEMU that the disk may have grown, if it may not know.
+    pub fn repeat_growth(&mut self) {
+        if self.growth != GrowthReport::Read {
+            self.notify_grown();
+        }
+    }
+
+    /// The QEMU has read the disk's length.
+    fn note_length_read(&mut self) {
+        // Before its queues run, QEMU reads the length and does not pass it to a guest that already uses the disk.
+        if self.growth == GrowthReport::Sent {
+            self.growth = GrowthReport::Read;
         }
     }
 }
@@ -57,6 +86,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
                 self.set_channel(connection_id, channel);
                 let _ = answer.send(Ok(()));
             }
+            ConnectionCommand::ReadLength(answer) => drop(answer.send(Ok(self.read_length(connection_id)))),
             ConnectionCommand::SetMemory(memory, answer) => drop(answer.send(self.set_memory(connection_id, memory))),
             ConnectionCommand::SetInflight(inflight, answer) => {
                 drop(answer.send(self.set_inflight(connection_id, inflight)));
@@ -75,8 +105,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
 
     /// Adds a QEMU that has connected.
     fn join(&mut self, connection_id: ConnectionId, process: Option<u32>) {
-        self.connections
-            .insert(connection_id, Connection { process, is_growth_unreported: true, ..Connection::default() });
+        self.connections.insert(connection_id, Connection { process, ..Connection::default() });
     }
 
     /// Removes a QEMU. Its requests in progress still complete, without notification. This includes requests that
@@ -98,6 +127,14 @@ impl<B: BlockCatalog> FrontEnd<B> {
         if let Some(connection) = self.connections.get_mut(&connection_id) {
             connection.channel = Some(channel);
         }
+    }
+
+    /// Returns the disk's length in bytes for the QEMU.
+    fn read_length(&mut self, connection_id: ConnectionId) -> u64 {
+        if let Some(connection) = self.connections.get_mut(&connection_id) {
+            connection.note_length_read();
+        }
+        self.blocks.disk_properties().capacity
     }
 
     /// Notifies all QEMUs that the disk has grown.

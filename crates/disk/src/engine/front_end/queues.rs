@@ -76,11 +76,11 @@ impl Connection {
         // A previous server may have been killed between an answer and its notification, for which the guest waits.
         queue.interrupt();
         self.queues.insert(queue_index, queue);
-        if self.is_growth_unreported {
-            self.notify_grown();
+        let is_first = self.queues.len() == 1;
+        if is_first {
+            self.repeat_growth();
         }
-        let is_first = used == 0 && self.queues.len() == 1;
-        Ok(if is_first { DriverState::Started } else { DriverState::Continues })
+        Ok(if is_first && used == 0 { DriverState::Started } else { DriverState::Continues })
     }
 }
 
