@@ -16,6 +16,7 @@
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
 //! | [`saved_state`] | the state of a suspended guest in a file |
 //! | [`takeover`] | the transfer of the guest's taps |
+//! | [`written_disks`] | writes the guest's disks back before its pause |
 //! | [`evidence`] | shows whether a guest has run since a moment |
 //! | [`priority`] | raises the priority of the threads that a stopped guest waits for |
 //! | [`after_resume`] | steps after the guest has resumed: its clock, its location in the network |
@@ -41,6 +42,7 @@ pub mod ram;
 pub mod saved_state;
 pub mod source_state;
 pub mod takeover;
+pub mod written_disks;
 
 pub use destination::{Destination, LoadedStage, PreparedStage, RunningStage, Settled, SpawnedStage};
 pub use environment::{Environment, OwnRunDir};

@@ -256,7 +256,7 @@ impl PipelinePoint {
             (Kind::VmmSaved, Self::Resumed) => "saved.resume.resumed",
             (Kind::VmmSaved, Self::Closed) => "saved.settle.recorded",
             (Kind::Prepare, Self::Spawned) => "prepare.spawned",
-            (Kind::LibvirtReplace, Self::Decided) => "libvirt.resume.journalled",
+            (Kind::LibvirtReplace | Kind::BareReplace, Self::Decided) => "replace.resume.journalled",
             (Kind::Restore, Self::Spawned) => "restore.prepare.spawned",
             (Kind::Restore, Self::Recorded) => "restore.prepare.recorded",
             (Kind::OsPhase, Self::Spawned) => "phase.prepare.spawned",

@@ -5,22 +5,29 @@
 //! place of the stand-in. Frames that arrive meanwhile wait in the tap. The source never loses a tap: if the guest returns
 //! to it, it continues to read it.
 //!
+//! A tap may have several queues. QEMU reads the first one from its start on, and *attaches* the others when it loads the
+//! guest's device, as many as the guest uses; until then it has them *detached*. The kernel rejects to attach a queue
+//! twice, which would end the destination. So the queues that the destination has detached are detached before it loads.
+//! Frames that wait in them are taken, and sent again.
+//!
 //! Name, format and network namespace of an interface are read from the open tap: another program may have renamed it or
 //! moved it, and the source may be in another namespace.
 
 use crate::HandoverError;
 use rekindle_kernel::inject::Injector;
-use rekindle_kernel::packet::Capture;
+use rekindle_kernel::packet::{Capture, Frame};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::stand_in::StandIn;
 use rekindle_kernel::{descriptor, tap};
 use rekindle_qemu::command::TapSlot;
 use rekindle_vm::network::NetworkError;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+/// A frame is captured this long before the kernel puts it into a queue, in µs, or shorter.
+const DISCARD_MARGIN_US: u64 = 1_000;
 /// Longest usual delay of QEMU's main loop, in µs.
 const LAG_US: u64 = 2_000;
 /// Longest delay on a busy host, in µs.
@@ -38,9 +45,11 @@ pub struct TapTakeover {
     /// Kept until the guest runs: an interface is removed with its last descriptor, and the kernel takes some 15 ms to
     /// remove a stand-in.
     queues: Vec<PassedQueue>,
-    /// Captures of the frames that the host sends into the taps. They are kept until the hand-over is settled: closing
+    /// Captures of the frames that the host sends into the taps, by interface. They are kept until the hand-over is settled: closing
     /// a capture takes the kernel many milliseconds, and the next guest could be handed over in that time.
-    captures: Vec<Capture>,
+    captures: BTreeMap<String, Capture>,
+    /// What the queues that were detached have lost, by interface.
+    taken: BTreeMap<String, TakenFrames>,
     /// Time of [`TapTakeover::give`], in µs since 1970.
     given_host_us: Option<u64>,
     /// Whether the kernel serves the guest's cards (vhost-net).
@@ -60,7 +69,10 @@ impl TapTakeover {
             let queue = PassedQueue::open(slot, source, &mut taps).map_err(failed)?;
             queues.push(queue);
         }
-        Ok((taps, Self { queues, captures: Vec::new(), given_host_us: None, has_vhost: false }))
+        Ok((
+            taps,
+            Self { queues, captures: BTreeMap::new(), taken: BTreeMap::new(), given_host_us: None, has_vhost: false },
+        ))
     }
 
     /// Records that the kernel serves the guest's cards (vhost-net): it reads the tap while the guest runs, QEMU while the
@@ -83,16 +95,31 @@ impl TapTakeover {
         // All queues of an interface have one capture.
         let mut interfaces = BTreeSet::new();
         for queue in self.queues.iter().filter(|queue| interfaces.insert(&queue.slot.interface)) {
-            self.captures.push(queue.capture().map_err(|source| queue.failed(source))?);
+            let capture = queue.capture().map_err(|source| queue.failed(source))?;
+            self.captures.insert(queue.slot.interface.clone(), capture);
         }
         Ok(())
     }
 
     /// Discards the frames that were captured until now.
     pub fn discard_captured(&self) {
-        for capture in &self.captures {
+        for capture in self.captures.values() {
             let _ = capture.frames();
         }
+    }
+
+    /// Returns the source's numbers of the queues that [`TapTakeover::give`] will detach.
+    ///
+    /// # Errors
+    /// [`HandoverError::Network`]: it cannot be read whether a queue is attached.
+    pub fn queues_to_detach(&self) -> Result<Vec<RawFd>, HandoverError> {
+        let is_to_be_detached = |queue: &PassedQueue| queue.is_to_be_detached().map_err(|e| queue.failed(e));
+        let queues = self.queues.iter().filter_map(|queue| match is_to_be_detached(queue) {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(queue.slot.source)),
+            Err(e) => Some(Err(e.into())),
+        });
+        queues.collect()
     }
 
     /// Gives the taps to the destination. No guest may run in the source any more.
@@ -105,11 +132,17 @@ impl TapTakeover {
             return Ok(());
         }
         self.given_host_us = Some(now_us());
+        for queue in &self.queues {
+            if queue.is_to_be_detached().map_err(|e| queue.failed(e))? {
+                let taken = queue.detach().map_err(|e| queue.failed(e))?;
+                self.taken.entry(queue.slot.interface.clone()).or_default().add(taken);
+            }
+        }
         // The number at which a tap has waited is closed: it would keep the interface when the guest's card is unplugged.
         let moves: Vec<_> = self.queues.iter().map(|queue| (queue.slot.waiting, queue.slot.destination)).collect();
         let pid = destination.process().pid;
         descriptor::move_to(destination, &moves)
-            .and_then(|()| self.queues.iter().try_for_each(|queue| queue.stand_in.wake()))
+            .and_then(|()| self.queues.iter().try_for_each(PassedQueue::wake))
             .map_err(|source| HandoverError::File { path: format!("/proc/{pid}/fd").into(), source })
     }
 
@@ -119,8 +152,16 @@ impl TapTakeover {
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
         // With vhost the destination has lost a frame, too.
         let lost = if self.has_vhost { 2 } else { 1 };
-        let captures = std::mem::take(&mut self.captures).into_iter();
-        let (finished, unfinished) = captures.partition(|capture| resend(capture, stopped_host_us, lost) > 0);
+        let (mut finished, mut unfinished) = (Vec::new(), BTreeMap::new());
+        for (interface, capture) in std::mem::take(&mut self.captures) {
+            // Later calls find nothing taken.
+            let taken = self.taken.remove(&interface).unwrap_or_default();
+            if resend(&capture, stopped_host_us, lost, &taken) > 0 {
+                finished.push(capture);
+            } else {
+                unfinished.insert(interface, capture);
+            }
+        }
         self.captures = unfinished;
         finished
     }
@@ -128,10 +169,31 @@ impl TapTakeover {
     /// Sends again the frames that the destination may have received, after a failure. *Needs:* the destination has ended.
     pub fn send_again_to_source(&self) {
         let Some(given_host_us) = self.given_host_us else { return };
-        for capture in &self.captures {
+        let nothing = TakenFrames::default();
+        for (interface, capture) in &self.captures {
             // Each QEMU may have read a frame. The source has kept its own.
-            resend(capture, given_host_us, 2);
+            resend(capture, given_host_us, 2, self.taken.get(interface).unwrap_or(&nothing));
         }
+    }
+}
+
+/// What the detached queues of an interface have lost.
+#[derive(Debug, Default)]
+struct TakenFrames {
+    /// Frames that waited in them.
+    frames: Vec<Frame>,
+    /// Times in which frames may have been discarded with them: begin and end, in µs since 1970.
+    discarded: Vec<(u64, u64)>,
+}
+
+impl TakenFrames {
+    fn add(&mut self, other: Self) {
+        self.frames.extend(other.frames);
+        self.discarded.extend(other.discarded);
+    }
+
+    fn has_discarded(&self, frame: &Frame) -> bool {
+        self.discarded.iter().any(|(begin, end)| (*begin..=*end).contains(&frame.host_us))
     }
 }
 
@@ -157,6 +219,25 @@ impl PassedQueue {
         Ok(Self { slot, tap, stand_in })
     }
 
+    /// Returns whether the destination attaches the queue when it loads, and the source has it attached.
+    fn is_to_be_detached(&self) -> io::Result<bool> {
+        Ok(self.stand_in.is_detached()? && !tap::queue(self.tap.as_fd())?.is_detached)
+    }
+
+    /// Detaches the queue, and returns what it loses.
+    fn detach(&self) -> io::Result<TakenFrames> {
+        let frames = tap::waiting_frames(self.tap.as_fd())?;
+        // Those that arrive from now on are discarded. They are captured.
+        let begin_us = now_us();
+        tap::detach(self.tap.as_fd())?;
+        Ok(TakenFrames { frames, discarded: vec![(begin_us.saturating_sub(DISCARD_MARGIN_US), now_us())] })
+    }
+
+    /// Lets the destination notice the real tap, if it reads the queue.
+    fn wake(&self) -> io::Result<()> {
+        if self.stand_in.is_detached()? { Ok(()) } else { self.stand_in.wake() }
+    }
+
     fn capture(&self) -> io::Result<Capture> {
         let name = tap::queue(self.tap.as_fd())?.interface;
         tap::namespace(self.tap.as_fd())?.run(move || Capture::open(&name))?
@@ -171,9 +252,9 @@ impl PassedQueue {
 /// Without this the frame would be lost, and a TCP client would wait 200 ms before it sends it again.
 ///
 /// It is not known which frames were read. The first `count` frames after `since_host_us` are sent again, and those before
-/// it that QEMU may not have read yet ([`first_unread`]). A frame that had arrived arrives twice, as frames may. Returns
+/// it that QEMU may not have read yet ([`first_unread`]), and what detached queues have lost (`taken`). A frame that had arrived arrives twice, as frames may. Returns
 /// the number of frames after `since_host_us`, at most `count`.
-fn resend(capture: &Capture, since_host_us: u64, count: usize) -> usize {
+fn resend(capture: &Capture, since_host_us: u64, count: usize, taken: &TakenFrames) -> usize {
     let frames = capture.frames().unwrap_or_else(|e| {
         tracing::debug!("{e}");
         Vec::new()
@@ -181,7 +262,8 @@ fn resend(capture: &Capture, since_host_us: u64, count: usize) -> usize {
     let (before, after): (Vec<_>, Vec<_>) = frames.into_iter().partition(|frame| frame.host_us < since_host_us);
     let times: Vec<_> = before.iter().map(|frame| frame.host_us).collect();
     let maybe_unread = before.iter().skip(first_unread(&times, since_host_us));
-    for frame in maybe_unread.chain(after.iter().take(count)) {
+    let discarded = after.iter().skip(count).filter(|frame| taken.has_discarded(frame));
+    for frame in maybe_unread.chain(&taken.frames).chain(after.iter().take(count)).chain(discarded) {
         if let Err(e) = capture.send(frame) {
             tracing::debug!("a frame could not be sent again: {e}");
         }

@@ -1,10 +1,13 @@
-//! File descriptors of another process: duplicating one, or replacing one by another.
+//! File descriptors of another process: taking a duplicate of one, giving it one, or replacing one by another.
 
 use crate::inject::{Call, InjectError, Injector, StoppedThread};
+use crate::memory;
 use crate::process::Process;
-use rustix::fd::OwnedFd;
+use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
-use std::io;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 
 /// Returns a duplicate of descriptor `fd` of `process`. Both refer to the same open file, so data that waits in it can
@@ -18,6 +21,93 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
         let e = io::Error::from(e);
         io::Error::new(e.kind(), format!("descriptor {fd} of process {}: {e}", process.pid))
     })
+}
+
+/// Gives the process a duplicate of `descriptor`, which is closed on exec, and returns its number there. The process
+/// receives it from a pair of sockets that it makes for that and closes again.
+///
+/// # Errors
+/// `PermissionDenied` without the right to trace the process or while another process traces it. A process that is killed
+/// meanwhile, or whose tracer is, may keep the sockets and a page of memory.
+pub fn give(injector: Injector, descriptor: BorrowedFd<'_>) -> io::Result<RawFd> {
+    let process = injector.process();
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("process {}: {e}", process.pid));
+    injector.run(|thread| Ok(receive(thread, process, descriptor)))?.map_err(named)
+}
+
+/// Bytes of memory that the process gets for the arguments of its calls.
+const ARGUMENT_BYTES: u64 = 4096;
+
+/// Makes the thread receive `descriptor`.
+fn receive(thread: &mut StoppedThread, process: Process, descriptor: BorrowedFd<'_>) -> io::Result<RawFd> {
+    let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    let kind = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+    let map = Call::new("mmap", libc::SYS_mmap, [0, ARGUMENT_BYTES, access, kind, u64::MAX, 0]);
+    let arguments = thread.call(map).map_err(|e| failed(e.into(), "map memory"))?;
+    let received = receive_with(thread, process, descriptor, arguments);
+    let _ = thread.call(Call::new("munmap", libc::SYS_munmap, [arguments, ARGUMENT_BYTES]));
+    received
+}
+
+fn receive_with(
+    thread: &mut StoppedThread,
+    process: Process,
+    descriptor: BorrowedFd<'_>,
+    arguments: u64,
+) -> io::Result<RawFd> {
+    let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as u64;
+    let make = Call::new("socketpair", libc::SYS_socketpair, [libc::AF_UNIX as u64, kind, 0, arguments]);
+    thread.call(make).map_err(|e| failed(e.into(), "make a pair of sockets"))?;
+    let mut numbers = [0; 8];
+    memory::read(process, arguments, &mut numbers)?;
+    let [receiver, sender] = [&numbers[..4], &numbers[4..]].map(|bytes| int(bytes).unwrap_or(-1));
+    let received =
+        send_to(process, sender, descriptor).and_then(|()| receive_from(thread, process, receiver, arguments));
+    for socket in [receiver, sender] {
+        let _ = thread.call(Call::new("close", libc::SYS_close, [socket as u64]));
+    }
+    received
+}
+
+/// Sends `descriptor` through the socket `sender` of the process.
+fn send_to(process: Process, sender: RawFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let sender = take(process, sender)?;
+    let descriptors = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    sendmsg(&sender, &[IoSlice::new(&[0])], &mut ancillary, SendFlags::DONTWAIT)?;
+    Ok(())
+}
+
+/// Makes the thread receive one message with a descriptor, whose number it returns.
+fn receive_from(thread: &mut StoppedThread, process: Process, receiver: RawFd, arguments: u64) -> io::Result<RawFd> {
+    // Positions of the byte that was sent, of `struct iovec` and of the ancillary data behind `struct msghdr`.
+    const DATA: u64 = 128;
+    const PIECE: u64 = 192;
+    const ANCILLARY: u64 = 256;
+    /// Length of `struct cmsghdr` with a descriptor, which follows 16 bytes.
+    const ANCILLARY_BYTES: u64 = 24;
+    let piece = [arguments + DATA, 1];
+    // Name and its length; pieces and their number; ancillary data and its length; flags. A field of 4 bytes has 8.
+    let message = [0, 0, arguments + PIECE, 1, arguments + ANCILLARY, ANCILLARY_BYTES, 0];
+    memory::write(process, arguments + PIECE, piece.map(u64::to_ne_bytes).as_flattened())?;
+    memory::write(process, arguments, message.map(u64::to_ne_bytes).as_flattened())?;
+    let flags = (libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT) as u64;
+    let call = Call::new("recvmsg", libc::SYS_recvmsg, [receiver as u64, arguments, flags]);
+    thread.call(call).map_err(|e| failed(e.into(), "receive a descriptor"))?;
+    let mut ancillary = [0; ANCILLARY_BYTES as usize];
+    memory::read(process, arguments + ANCILLARY, &mut ancillary)?;
+    let words = ancillary.get(8..20).unwrap_or_default().chunks(4).map(int).collect::<Vec<_>>();
+    match words[..] {
+        [Some(libc::SOL_SOCKET), Some(libc::SCM_RIGHTS), Some(number)] => Ok(number),
+        // A security module may have removed it.
+        _ => Err(io::Error::new(io::ErrorKind::PermissionDenied, "it may not receive the descriptor")),
+    }
+}
+
+fn int(bytes: &[u8]) -> Option<i32> {
+    bytes.first_chunk().map(|bytes| i32::from_ne_bytes(*bytes))
 }
 
 /// Makes descriptor `to` refer to the open file of descriptor `from`, for each `(from, to)`, as `dup3(from, to,
@@ -78,7 +168,7 @@ fn failed(e: io::Error, what: &str) -> io::Error {
 mod tests {
     use super::*;
     use std::io::{BufRead, BufReader, Read, Write};
-    use std::os::fd::AsRawFd;
+    use std::os::fd::{AsFd, AsRawFd};
     use std::process::{Command, Stdio};
 
     #[test]
@@ -92,6 +182,30 @@ mod tests {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert_eq!(line, "through the back door\n");
         drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_is_given_a_descriptor_and_keeps_nothing_else() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        child.stdin.as_mut().unwrap().write_all(b"there?\n").unwrap();
+        let mut answer = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut answer).unwrap();
+        let process = Process::of(child.id()).unwrap();
+        let open = || std::fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().count();
+        let mappings = || crate::maps::of(process).unwrap();
+        let before = (open(), mappings());
+        let (mut ours, theirs) = std::io::pipe().unwrap();
+        let number = give(Injector::new(process).unwrap(), theirs.as_fd()).unwrap();
+        drop(theirs);
+        assert_eq!((open(), mappings()), (before.0 + 1, before.1));
+        std::fs::File::from(take(process, number).unwrap()).write_all(b"x").unwrap();
+        let mut byte = [0];
+        ours.read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"x");
+        let flags = std::fs::read_to_string(format!("/proc/{}/fdinfo/{number}", process.pid)).unwrap();
+        assert!(flags.lines().any(|line| line.starts_with("flags:") && line.ends_with("2000001")), "{flags}");
+        child.kill().unwrap();
         child.wait().unwrap();
     }
 

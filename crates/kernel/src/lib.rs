@@ -9,9 +9,9 @@
 //! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
-//!   disk that can lose power ([`durable_file`]), mapped files ([`mapping`]), large
+//!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), mapped files ([`mapping`]), large
 //!   buffers ([`large`]);
-//! - loading the next kernel ([`kexec`]);
+//! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
 //! - libvirt's C library ([`libvirt_client`]).
 //!
 //! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
@@ -44,8 +44,10 @@ pub mod softdirty;
 pub mod spawn;
 pub mod stand_in;
 pub mod surroundings;
+pub mod systemd;
 pub mod tap;
 #[cfg(test)]
 mod testing;
 pub mod uring;
 pub mod userfault;
+pub mod written_files;

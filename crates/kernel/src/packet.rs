@@ -20,9 +20,28 @@ const BUFFER_CAPACITY_BYTES: usize = 2 * RECEIVE_BUFFER_BYTES as usize;
 /// One captured frame with its header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Time of the capture: microseconds of the host's clock since 1970.
+    /// Time of the capture: microseconds of the host's clock since 1970. 0 if it was not captured.
     pub host_us: u64,
     bytes: Vec<u8>,
+}
+
+impl Frame {
+    /// Makes a frame of what a tap's reader has read: `header_bytes` of a virtio-net header, which may be 0, and the frame.
+    /// `None` if nothing follows the header.
+    pub fn of_tap(read: &[u8], header_bytes: usize) -> Option<Self> {
+        let (header, frame) = read.split_at_checked(header_bytes).filter(|(_, frame)| !frame.is_empty())?;
+        let mut bytes = vec![0; VNET_HEADER_BYTES];
+        // A longer header has a number of buffers at its end, which only a guest understands.
+        bytes.iter_mut().zip(header).for_each(|(byte, given)| *byte = *given);
+        bytes.extend_from_slice(frame);
+        Some(Self { host_us: 0, bytes })
+    }
+
+    /// Returns the frame, after a virtio-net header of 10 bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// A frame that was received into a buffer.

@@ -10,7 +10,7 @@ use crate::{link, tap};
 use rustix::fd::OwnedFd;
 use std::io;
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 
 /// A broadcast frame of an EtherType for local experiments: it has no meaning, and no program reads it.
 const FRAME: [u8; 60] = {
@@ -66,6 +66,14 @@ impl StandIn {
     /// `EMFILE` when the process has no free descriptor.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.tap.try_clone()
+    }
+
+    /// Returns whether the program that has the tap has detached it: it does not read it.
+    ///
+    /// # Errors
+    /// As for [`tap::queue`].
+    pub fn is_detached(&self) -> io::Result<bool> {
+        Ok(tap::queue(self.tap.as_fd())?.is_detached)
     }
 
     /// Makes the tap readable. Call this after QEMU's descriptor number refers to the real tap.

@@ -1,11 +1,14 @@
-//! Tap interfaces: opening, creating and removing them, and what an open one is.
+//! Tap interfaces: opening, creating and removing them, what an open one is, and the queues of one with several.
 //!
 //! The tap of a guest that Rekindle has started is persistent, so that it outlives every QEMU, and single-queue: packets
 //! that arrive while no QEMU reads wait in that queue, which the next QEMU reads through a duplicate of the same open
-//! file. The taps of other guests may have several queues, each with a file of its own.
+//! file. The taps of other guests may have several queues, each with a file of its own. The kernel gives frames only to
+//! the queues that are attached.
 
 use crate::link;
 use crate::netns::Namespace;
+use crate::packet::Frame;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags};
 use std::ffi::{CStr, c_int, c_short};
@@ -16,17 +19,28 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
 const TUNSETIFF: u64 = 0x4004_54ca;
 const TUNSETPERSIST: u64 = 0x4004_54cb;
 const TUNGETIFF: u64 = 0x8004_54d2;
+const TUNGETVNETHDRSZ: u64 = 0x8004_54d7;
+const TUNSETQUEUE: u64 = 0x4004_54d9;
 const TUNGETDEVNETNS: u64 = 0x54e3;
 const _: () = assert!(TUNSETIFF == crate::ioctl::write(b'T', 202, size_of::<c_int>()));
 const _: () = assert!(TUNSETPERSIST == crate::ioctl::write(b'T', 203, size_of::<c_int>()));
 const _: () = assert!(TUNGETIFF == crate::ioctl::read(b'T', 210, size_of::<c_int>()));
+const _: () = assert!(TUNGETVNETHDRSZ == crate::ioctl::read(b'T', 215, size_of::<c_int>()));
+const _: () = assert!(TUNSETQUEUE == crate::ioctl::write(b'T', 217, size_of::<c_int>()));
 const _: () = assert!(TUNGETDEVNETNS == crate::ioctl::none(b'T', 227));
+
+/// More than one read of a tap returns: a frame with segmentation left to the interface, and its header.
+const MAX_READ_BYTES: usize = 128 << 10;
+/// Most frames that wait in a queue: the largest `txqueuelen` that is usual.
+const MAX_WAITING_FRAMES: usize = 16_384;
 
 mod ioctl {
     #![allow(missing_docs)]
     nix::ioctl_write_ptr_bad!(tunsetiff, super::TUNSETIFF, libc::ifreq);
     nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
     nix::ioctl_read_bad!(tungetiff, super::TUNGETIFF, libc::ifreq);
+    nix::ioctl_read_bad!(tungetvnethdrsz, super::TUNGETVNETHDRSZ, libc::c_int);
+    nix::ioctl_write_ptr_bad!(tunsetqueue, super::TUNSETQUEUE, libc::ifreq);
     nix::ioctl_none_bad!(tungetdevnetns, super::TUNGETDEVNETNS);
 }
 
@@ -48,6 +62,8 @@ pub struct Queue {
     pub interface: String,
     /// Features that all queues of the interface have.
     pub features: Features,
+    /// Whether the kernel gives it no frames ([`detach`]).
+    pub is_detached: bool,
 }
 
 /// Returns what an open tap is.
@@ -55,15 +71,75 @@ pub struct Queue {
 /// # Errors
 /// `EBADFD` if it has no interface; other errors if it is no tap.
 pub fn queue(tap: BorrowedFd<'_>) -> io::Result<Queue> {
-    // SAFETY: `struct ifreq` is integers and a pointer, for which zeroes are valid.
-    let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
+    let mut request = empty_request();
     // SAFETY: `request` is a whole `struct ifreq` that lives through the call, which writes name and flags into it.
     unsafe { ioctl::tungetiff(tap.as_raw_fd(), &raw mut request) }?;
     let name = request.ifr_name.map(|character| character as u8);
     let name = CStr::from_bytes_until_nul(&name).map_err(io::Error::other)?;
     // SAFETY: TUNGETIFF has just written this field of the union.
     let flags = c_int::from(unsafe { request.ifr_ifru.ifru_flags });
-    Ok(Queue { interface: name.to_string_lossy().into_owned(), features: Features(flags & Features::ALL) })
+    Ok(Queue {
+        interface: name.to_string_lossy().into_owned(),
+        features: Features(flags & Features::ALL),
+        is_detached: flags & libc::IFF_DETACH_QUEUE != 0,
+    })
+}
+
+fn empty_request() -> libc::ifreq {
+    // SAFETY: `struct ifreq` is integers and a pointer, for which zeroes are valid.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// Detaches a queue of a tap with several: the kernel gives it no more frames, and discards those that wait in it
+/// ([`waiting_frames`]).
+///
+/// # Errors
+/// `InvalidInput` if it is detached already, or if the tap has only one queue.
+pub fn detach(tap: BorrowedFd<'_>) -> io::Result<()> {
+    set_queue(tap, libc::IFF_DETACH_QUEUE)
+}
+
+/// Attaches a queue that was detached.
+///
+/// # Errors
+/// `InvalidInput` if it is not detached.
+pub fn attach(tap: BorrowedFd<'_>) -> io::Result<()> {
+    set_queue(tap, libc::IFF_ATTACH_QUEUE)
+}
+
+fn set_queue(tap: BorrowedFd<'_>, flag: c_int) -> io::Result<()> {
+    let mut request = empty_request();
+    request.ifr_ifru.ifru_flags = flag as c_short;
+    // SAFETY: `request` is a whole `struct ifreq` that lives through the call, which reads only the flags.
+    unsafe { ioctl::tunsetqueue(tap.as_raw_fd(), &raw const request) }?;
+    Ok(())
+}
+
+/// Takes the frames that wait in a queue of a tap.
+///
+/// # Errors
+/// Of `read(2)`, or when it is no tap.
+pub fn waiting_frames(tap: BorrowedFd<'_>) -> io::Result<Vec<Frame>> {
+    let has_header = queue(tap)?.features.0 & libc::IFF_VNET_HDR != 0;
+    let mut header_bytes: c_int = 0;
+    if has_header {
+        // SAFETY: the call writes an int to `header_bytes`, which lives through it.
+        unsafe { ioctl::tungetvnethdrsz(tap.as_raw_fd(), &raw mut header_bytes) }?;
+    }
+    let (mut frames, mut buffer) = (Vec::new(), vec![0; MAX_READ_BYTES]);
+    // Each queue has room for a few thousand frames: more than that have arrived meanwhile.
+    while frames.len() < MAX_WAITING_FRAMES {
+        let mut ready = [PollFd::from_borrowed_fd(tap, PollFlags::IN)];
+        if poll(&mut ready, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))? == 0 {
+            break;
+        }
+        match rustix::io::read(tap, &mut buffer) {
+            Ok(length) => frames.extend(Frame::of_tap(buffer.get(..length).unwrap_or_default(), header_bytes as usize)),
+            Err(rustix::io::Errno::AGAIN) => break,
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(frames)
 }
 
 /// Returns the network namespace in which the interface of an open tap is now.
@@ -86,7 +162,7 @@ pub fn namespace(tap: BorrowedFd<'_>) -> io::Result<Namespace> {
 /// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process has the interface open;
 /// `InvalidInput` for a name that is empty or longer than 15 bytes. The error names the interface.
 pub fn open(name: &str) -> io::Result<OwnedFd> {
-    attach(name, Features::OWN, Some(true))
+    open_interface(name, Features::OWN, Some(true))
 }
 
 /// Creates a tap interface `name` that is removed when its last descriptor is closed.
@@ -94,7 +170,7 @@ pub fn open(name: &str) -> io::Result<OwnedFd> {
 /// # Errors
 /// As for [`open`].
 pub fn open_transient(name: &str, features: Features) -> io::Result<OwnedFd> {
-    attach(name, features, None)
+    open_interface(name, features, None)
 }
 
 /// Removes a persistent tap interface. It is no error if the interface does not exist.
@@ -102,11 +178,11 @@ pub fn open_transient(name: &str, features: Features) -> io::Result<OwnedFd> {
 /// # Errors
 /// As for [`open`]; an interface that is in use is not removed.
 pub fn remove(name: &str) -> io::Result<()> {
-    drop(attach(name, Features::OWN, Some(false))?);
+    drop(open_interface(name, Features::OWN, Some(false))?);
     Ok(())
 }
 
-fn attach(name: &str, features: Features, persist: Option<bool>) -> io::Result<OwnedFd> {
+fn open_interface(name: &str, features: Features, persist: Option<bool>) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("tap interface {name}: {e}"));
     let mut request = link::request(name).map_err(named)?;
     let device = "/dev/net/tun";
@@ -155,7 +231,8 @@ mod tests {
         let name = format!("rkq{}", std::process::id());
         for features in [Features::OWN, Features(libc::IFF_TAP | libc::IFF_NO_PI), Features(Features::ALL)] {
             let tap = open_transient(&name, features).unwrap();
-            assert_eq!(queue(tap.as_fd()).unwrap(), Queue { interface: name.clone(), features });
+            let shown = Queue { interface: name.clone(), features, is_detached: false };
+            assert_eq!(queue(tap.as_fd()).unwrap(), shown);
             let index = |name: String| {
                 let socket = link::socket().unwrap();
                 rustix::net::netdevice::name_to_index(&socket, &name)
@@ -166,6 +243,36 @@ mod tests {
         }
         let no_tap = std::fs::File::open("/dev/null").unwrap();
         assert!(queue(no_tap.as_fd()).is_err() && namespace(no_tap.as_fd()).is_err());
+    }
+
+    #[test]
+    fn a_detached_queue_gets_no_frames_and_those_that_waited_can_be_taken() {
+        assert!(rustix::process::geteuid().is_root(), "this test needs root");
+        let name = format!("rkd{}", std::process::id());
+        let tap = open_transient(&name, Features(Features::ALL)).unwrap();
+        let ip = |arguments: &str| {
+            let arguments = arguments.replace("DEV", &name);
+            assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
+        };
+        ip("addr add 198.51.100.5/30 dev DEV");
+        ip("link set DEV up");
+        ip("neigh add 198.51.100.6 lladdr 02:00:00:00:00:01 dev DEV");
+        let socket = std::net::UdpSocket::bind("198.51.100.5:0").unwrap();
+        let send = |text: &[u8]| assert!(socket.send_to(text, "198.51.100.6:9").is_ok());
+        let has = |frames: &[Frame], text: &[u8]| {
+            frames.iter().any(|frame| frame.bytes().windows(text.len()).any(|part| part == text))
+        };
+        send(b"that waits");
+        assert!(has(&waiting_frames(tap.as_fd()).unwrap(), b"that waits"));
+        detach(tap.as_fd()).unwrap();
+        assert!(queue(tap.as_fd()).unwrap().is_detached);
+        assert_eq!(detach(tap.as_fd()).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        send(b"that is lost");
+        attach(tap.as_fd()).unwrap();
+        assert_eq!(attach(tap.as_fd()).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        send(b"that arrives");
+        let frames = waiting_frames(tap.as_fd()).unwrap();
+        assert!(has(&frames, b"that arrives") && !has(&frames, b"that is lost"));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`status_file`] | the daemon's record of a running domain |
-//! | [`vnc_password`] | the password of a domain's VNC server |
+//! | [`graphics_password`] | the passwords of a domain's VNC and SPICE servers |
 //! | [`domains`] | all running domains |
 //! | [`disks`] | the disks in a domain's XML |
 //! | [`portable_xml`] | a domain for another host: what it needs there, its disks on other files |
@@ -15,7 +15,7 @@
 pub mod daemon;
 pub mod disks;
 pub mod domains;
+pub mod graphics_password;
 pub mod portable_xml;
 pub mod save_image;
 pub mod status_file;
-pub mod vnc_password;

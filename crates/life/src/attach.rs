@@ -103,6 +103,15 @@ pub enum AttachError {
         /// The protector's process number, if it is known.
         by: Option<u32>,
     },
+    /// Without the run directory, nothing would load the rest of its memory.
+    #[error(
+        "the memory of VM {name} is still being loaded from its checkpoint: repeat this later; to load it if nothing does: \
+         rekindle recover {name}"
+    )]
+    Filling {
+        /// Name of the VM.
+        name: String,
+    },
     /// A file of the run directory cannot be used.
     #[error("{}", path.display())]
     File {
@@ -426,9 +435,9 @@ pub enum Detached {
 
 /// Detaches an attached VM and removes what a protector has left in its QEMU.
 ///
-/// *Needs:* no running protector. *On success:* nothing of Rekindle is left in QEMU, the run directory is removed,
-/// and the guest continues to run. *On failure:* the error names what could not be removed; the same command can be
-/// repeated.
+/// *Needs:* no running protector; all of the guest's memory is loaded. *On success:* nothing of Rekindle is left in QEMU,
+/// the run directory is removed, and the guest continues to run. *On failure:* the error names what could not be removed;
+/// the same command can be repeated.
 ///
 /// # Errors
 /// [`AttachError`]; also [`AttachError::NotAttached`] for a VM that Rekindle started.
@@ -436,6 +445,9 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     let (vm, _interrupted) = LockedVm::lock_even_if_interrupted(host, name, "detach")?;
     if vm.state.attached.is_none() {
         return Err(AttachError::NotAttached { name: name.into() });
+    }
+    if is_filling(&vm.rundir) {
+        return Err(AttachError::Filling { name: name.into() });
     }
     let protection = ProtectionLock::take(&vm.rundir)?;
     let mut detached = Detached::Ended;
@@ -451,6 +463,12 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     drop(protection);
     clean_up(host, &vm.rundir, &vm.state)?;
     Ok(detached)
+}
+
+/// Returns whether a restore of the running guest has not loaded all of its memory.
+fn is_filling(rundir: &RunDir) -> bool {
+    let is_alive = |state: State| state.vmm.is_some_and(|vmm| vmm.is_alive());
+    rundir.fill().exists() && State::read(rundir).ok().flatten().is_some_and(is_alive)
 }
 
 /// Removes from a QEMU what a protector has left in it: it may have stopped the guest, and put overlays on its disks.

@@ -10,11 +10,14 @@ use rekindle_kernel::process::Process;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, LocateError, RamBlock};
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{SeekFrom, fstatfs, seek};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+
+/// Type of the file system `hugetlbfs` (`linux/magic.h`).
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// The reason why guest RAM cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -142,6 +145,31 @@ impl GuestRam {
         let maps = maps::of(process).map_err(|source| GuestRamError::Maps { pid, source })?;
         let blocks = blocks.into_iter().map(|info| locate_block(process, &maps, info)).collect::<Result<_, _>>()?;
         Ok(Self { process, blocks, may_shrink: true })
+    }
+
+    /// Finds blocks by their lengths alone, in a QEMU whose monitor another program uses: `(id, bytes)` of each. Returns
+    /// `None` unless exactly one mapping has the length of each block, or if a block has huge pages.
+    ///
+    /// # Errors
+    /// [`GuestRamError`].
+    pub fn by_length(process: Process, lengths: &[(String, u64)]) -> Result<Option<Self>, GuestRamError> {
+        let pid = process.pid;
+        let maps = maps::of(process).map_err(|source| GuestRamError::Maps { pid, source })?;
+        let mut blocks = Vec::new();
+        for (id, bytes) in lengths {
+            let has_length = |map: &&Mapping| map.range.end - map.range.start == *bytes && map.readable && map.writable;
+            let mut candidates = maps.iter().filter(has_length);
+            let (Some(map), None) = (candidates.next(), candidates.next()) else { return Ok(None) };
+            let (address, page_size) = (Some(map.range.start), PAGE_SIZE as u64);
+            let info = RamBlock { id: id.clone(), used: *bytes, total: *bytes, page_size, offset: 0, address };
+            let unreadable = |source| GuestRamError::File { id: id.clone(), name: map.name.clone(), source };
+            let file = map.open(process).map_err(unreadable)?;
+            if file.is_some_and(|file| fstatfs(file).map_or(true, |of| of.f_type as u64 == HUGETLBFS_MAGIC)) {
+                return Ok(None);
+            }
+            blocks.push(locate_block(process, &maps, info)?);
+        }
+        Ok(Some(Self { process, blocks, may_shrink: true }))
     }
 
     /// Declares that the guest gives no memory back, because it has neither a balloon nor virtio-mem. Trackers then do

@@ -116,6 +116,9 @@ pub struct Comparison {
 pub struct PauseSteps {
     /// Stopping the guest and draining its I/O.
     pub stop: u64,
+    /// Putting overlays on disks that QEMU serves.
+    #[serde(default)]
+    pub disks: u64,
     /// Collecting the written pages and protecting them again.
     pub collect: u64,
     /// Copying the pages that the policy copies while the guest is stopped.

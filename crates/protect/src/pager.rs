@@ -119,6 +119,18 @@ pub fn wait_ended(rundir: &RunDir, timeout: Duration) -> Result<(), FillError> {
     Ok(())
 }
 
+/// Waits while a pager loads the memory of the VM of `rundir`, at most for `timeout`.
+///
+/// # Errors
+/// [`FillError::File`].
+pub fn wait_filled(rundir: &RunDir, timeout: Duration) -> Result<(), FillError> {
+    let deadline = Instant::now() + timeout;
+    while rundir.fill().exists() && is_served(rundir)? && Instant::now() < deadline {
+        thread::sleep(LOCK_POLL_INTERVAL);
+    }
+    Ok(())
+}
+
 /// Opens the checkpoint that `fill.json` names.
 fn open_checkpoint(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
     let fill = Fill::read(rundir)?.ok_or_else(|| FillError::NothingToFill { name: rundir.name().into() })?;

@@ -182,6 +182,14 @@ impl Monitors {
         &mut self.control
     }
 
+    /// Rejects a guest that another process has stopped.
+    pub(crate) fn check_running(&mut self) -> Result<(), PauseError> {
+        match run_state(&mut self.control)? {
+            state if state == "running" => Ok(()),
+            state => Err(PauseError::NotRunning { state }),
+        }
+    }
+
     /// Holds the guest's output on `nets` until [`Monitors::release_output`]. Without `nets`, holds output only if an
     /// earlier protector has started to.
     ///
@@ -254,10 +262,7 @@ impl Monitors {
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
-        let state = run_state(&mut self.control).map_err(failed)?;
-        if state != "running" {
-            return Err(PauseError::NotRunning { state }.into());
-        }
+        self.check_running()?;
         let after = match kind {
             PauseKind::WithMonitor(after) => after,
             PauseKind::WithoutMonitor => {
@@ -357,7 +362,9 @@ impl Monitors {
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control)?;
         laps.steps.stop = laps.lap();
         let mut saver = DeviceSaver { save: self.save.as_mut(), devices: &self.devices, hold: self.hold.as_ref() };
-        let started = begin(&mut stopped).and_then(|()| saver.start(&mut stopped, after).map_err(E::from));
+        let began = begin(&mut stopped);
+        laps.steps.disks = laps.lap();
+        let started = began.and_then(|()| saver.start(&mut stopped, after).map_err(E::from));
         let resume_is_staged = started.is_ok() && saver.save.is_some() && after == AfterPause::Resume;
         let result = match started {
             Ok(()) => {

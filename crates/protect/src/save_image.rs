@@ -44,7 +44,10 @@ pub fn write(image: &Image, out: &mut dyn Write, progress: &mut dyn FnMut(u64, u
         return Err(SaveImageError::OnOverlays { number });
     }
     let xml = domain_xml(&recipe).ok_or(SaveImageError::NoDomain { number })?;
-    write_domain(image, xml, &recipe.hardware.machine, out, progress)
+    let header = header(xml)?;
+    out.write_all(&header).map_err(ExportError::Write)?;
+    let written = export(image, out, Some(&recipe.hardware.machine), progress)?;
+    Ok(header.len() as u64 + written)
 }
 
 /// Returns libvirt's description of the domain, if the recipe is that of a domain.
@@ -52,16 +55,7 @@ pub(crate) fn domain_xml(recipe: &Recipe) -> Option<&str> {
     recipe.hardware.foreign.as_ref()?.domain_xml.as_deref()
 }
 
-/// Does the same as [`write`] for the domain that `xml` describes, with a versioned `machine` type.
-pub(crate) fn write_domain(
-    image: &Image,
-    xml: &str,
-    machine: &str,
-    out: &mut dyn Write,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<u64, SaveImageError> {
-    let header = save_image::header(xml, true).map_err(|bytes| SaveImageError::TooLong { bytes })?;
-    out.write_all(&header).map_err(ExportError::Write)?;
-    let written = export(image, out, Some(machine), progress)?;
-    Ok(header.len() as u64 + written)
+/// Returns what a save image of the domain that `xml` describes has before QEMU's stream.
+pub(crate) fn header(xml: &str) -> Result<Vec<u8>, SaveImageError> {
+    save_image::header(xml, true).map_err(|bytes| SaveImageError::TooLong { bytes })
 }

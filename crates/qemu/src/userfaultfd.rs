@@ -5,11 +5,14 @@
 //! needs it.
 
 use crate::qmp::{Qmp, QmpError};
+use rekindle_kernel::descriptor;
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{DEVICE, device_in};
 use rustix::fd::{AsFd, RawFd};
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
+use std::io;
 
 /// Name under which QEMU knows the descriptor.
 const FD_NAME: &str = "rekindle-userfaultfd";
@@ -20,9 +23,7 @@ const FD_NAME: &str = "rekindle-userfaultfd";
 /// # Errors
 /// When QEMU does not answer or rejects the descriptor.
 pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
-    let effective_uid = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
-    if effective_uid == Some("0") {
+    if is_of_root(process) {
         return Ok(None);
     }
     if let Ok(descriptor @ Some(_)) = device_in(process) {
@@ -37,6 +38,25 @@ pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> 
     };
     qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), device.as_fd())?;
     Ok(device_in(process).ok().flatten())
+}
+
+/// Does the same as [`hand`] for a QEMU whose monitor another program uses. The caller closes the descriptor.
+///
+/// # Errors
+/// When this process may not open the device, or QEMU does not receive the descriptor.
+pub fn inject(injector: Injector) -> io::Result<Option<RawFd>> {
+    if is_of_root(injector.process()) {
+        return Ok(None);
+    }
+    let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
+    descriptor::give(injector, device.as_fd()).map(Some)
+}
+
+/// Returns whether the process runs as root, so that it may make a userfaultfd by itself.
+fn is_of_root(process: Process) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
+    let effective_uid = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
+    effective_uid == Some("0")
 }
 
 /// Makes QEMU close the descriptor of [`hand`]. It is no error if QEMU does not have it.

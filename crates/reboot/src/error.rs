@@ -1,6 +1,7 @@
 //! Errors of rebooting or recovering a guest or its QEMU, and their consequence for the guest.
 
 use crate::domain_error::DomainError;
+use crate::unprepared_error::UnpreparedError;
 use rekindle_handover::{GuestStatus, HandoverError};
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::status_file::StatusFileError;
@@ -79,6 +80,9 @@ pub enum RebootError {
     /// A domain of libvirt.
     #[error(transparent)]
     Domain(Box<DomainError>),
+    /// A guest that Rekindle did not start.
+    #[error(transparent)]
+    Unprepared(Box<UnpreparedError>),
     /// A step of the hand-over failed.
     #[error(transparent)]
     Handover(HandoverError),
@@ -100,6 +104,12 @@ from_lower_layers!(HandoverError, LifeError, BinaryError, VmmError, QmpError, Tr
 impl From<DomainError> for RebootError {
     fn from(error: DomainError) -> Self {
         Self::Domain(Box::new(error))
+    }
+}
+
+impl From<UnpreparedError> for RebootError {
+    fn from(error: UnpreparedError) -> Self {
+        Self::Unprepared(Box::new(error))
     }
 }
 
@@ -134,6 +144,7 @@ impl RebootError {
         match self {
             Self::Kexec { .. } => true,
             Self::Domain(e) => e.needs_recovery(),
+            Self::Unprepared(e) => e.needs_recovery(),
             Self::Move(e) => e.needs_recovery(),
             Self::Handover(e) => e.needs_recovery(),
             Self::Restore(e) => e.needs_recovery(),
@@ -170,8 +181,9 @@ pub(crate) fn with_causes(error: &dyn Error) -> String {
             LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. },
         )),
     ) => "not rebooted",
-    (_, RebootError::Domain(error)) if matches!(**error, DomainError::Ended { .. }) => "not replaced",
+    (_, RebootError::Unprepared(error)) if matches!(**error, UnpreparedError::Ended { .. }) => "not replaced",
     (_, RebootError::Domain(error)) if matches!(**error, DomainError::Lost { .. }) => "the guest is lost",
+    (_, RebootError::Unprepared(error)) if matches!(**error, UnpreparedError::Lost { .. }) => "the guest is lost",
     (GuestStatus::Unchanged, _) => "the reboot failed; the guest runs as before",
     (GuestStatus::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
 })]

@@ -41,6 +41,8 @@ pub enum Recovered {
     Booted,
     /// The QEMU of a domain of libvirt has ended. libvirt shows the domain as shut off.
     ShutOff,
+    /// The QEMU of a guest that Rekindle did not start has ended.
+    Ended,
     /// A preparation was finished: a QEMU waits for a restore.
     Prepared,
     /// A move was undone: the guest runs on this host.
@@ -63,6 +65,7 @@ impl fmt::Display for Recovered {
             Self::Started => "finished: the guest was booted",
             Self::Booted => "the guest's memory was lost; it was booted from its disks",
             Self::ShutOff => "the QEMU has ended, and the guest's memory is lost; libvirt shows the domain as shut off",
+            Self::Ended => "the QEMU has ended, and the guest's memory is lost; start the guest as usual",
             Self::Prepared => "finished: a QEMU waits for a checkpoint",
             Self::MovedBack => "undone: the guest runs on this host, with its memory",
             Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",

@@ -9,7 +9,8 @@
 //!
 //! [`host`] reboots the host under its guests (RootHammer, sections 3 and 4, with its kernel).
 //!
-//! [`libvirt`] replaces the QEMU process of a domain that libvirt manages.
+//! [`libvirt`] replaces the QEMU process of a domain that libvirt manages, [`bare`] that of a guest that neither Rekindle
+//! nor libvirt has started.
 //!
 //! [`moving`] moves a VM to another host, and gives a guest that stays its disks back.
 //!
@@ -17,6 +18,7 @@
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
+pub mod bare;
 mod domain_error;
 pub mod error;
 pub mod host;
@@ -26,4 +28,6 @@ pub mod moving;
 pub mod os;
 pub(crate) mod parallel;
 pub mod recover;
+mod unprepared;
+mod unprepared_error;
 pub mod vmm;

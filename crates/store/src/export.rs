@@ -42,13 +42,27 @@ pub fn export(
     machine: Option<&str>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<u64, ExportError> {
+    out.write_all(&stream::HEADER).map_err(ExportError::Write)?;
+    Ok(stream::HEADER.len() as u64 + export_body(image, out, machine, progress)?)
+}
+
+/// Does the same as [`export`] without [`stream::HEADER`].
+///
+/// # Errors
+/// As [`export`].
+pub fn export_body(
+    image: &Image,
+    out: &mut dyn Write,
+    machine: Option<&str>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<u64, ExportError> {
     let number = image.info().number;
     let state = image.devices()?;
     let devices = stream::check(&state).map_err(|source| ExportError::Devices { number, source })?;
     let blocks = &image.info().blocks;
     let total = blocks.iter().map(|block| block.used).sum();
     let mut written = 0;
-    let mut buffer = stream::HEADER.to_vec();
+    let mut buffer = Vec::new();
     let mut flush = |buffer: &mut Vec<u8>| {
         written += buffer.len() as u64;
         let done = out.write_all(buffer).map_err(ExportError::Write);

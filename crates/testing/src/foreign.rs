@@ -26,13 +26,21 @@ pub struct QemuOptions<'a> {
     /// A cpio archive that the guest's kernel unpacks over its RAM disk.
     overlay: Option<Vec<u8>>,
     user: Option<&'a str>,
+    is_daemon: bool,
 }
 
 impl<'a> QemuOptions<'a> {
     /// Makes options for a guest with two processors (one does not run yet, see [`micro::ONE_CPU`]), a network card and a VGA card. The caller adds the machine and
     /// the memory.
     pub fn new(binary: &'a Path) -> Self {
-        Self { binary, arguments: Vec::new(), kernel_options: String::new(), overlay: None, user: None }
+        Self {
+            binary,
+            arguments: Vec::new(),
+            kernel_options: String::new(),
+            overlay: None,
+            user: None,
+            is_daemon: false,
+        }
     }
 
     /// Adds arguments.
@@ -60,6 +68,13 @@ impl<'a> QemuOptions<'a> {
     #[must_use]
     pub fn user(mut self, user: &'a str) -> Self {
         self.user = Some(user);
+        self
+    }
+
+    /// Starts QEMU in the background, without a parent that waits for it, and with a pid file.
+    #[must_use]
+    pub fn daemon(mut self) -> Self {
+        self.is_daemon = true;
         self
     }
 
@@ -96,6 +111,9 @@ impl<'a> QemuOptions<'a> {
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
         let forward = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{}", micro::PORT);
         command.args(["-netdev", &forward, "-device", "virtio-net-pci,netdev=net,mac=52:54:00:00:00:77"]);
+        if self.is_daemon {
+            command.args(["-daemonize", "-pidfile", &path("pid")]);
+        }
         command.args(["-device", "VGA"]).args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
@@ -118,8 +136,13 @@ impl ForeignQemu {
         let port = free_port();
         let mut command = options.command(directory, port);
         let log = File::create(directory.join("log")).unwrap();
-        let child = command.stderr(log).spawn().unwrap();
-        let process = Process::of(child.id()).unwrap();
+        let mut child = command.stderr(log).spawn().unwrap();
+        let process = if options.is_daemon {
+            assert!(child.wait().unwrap().success(), "{}", fs::read_to_string(directory.join("log")).unwrap());
+            named_process(directory).expect("a pid file")
+        } else {
+            Process::of(child.id()).unwrap()
+        };
         Self { child, directory: directory.to_owned(), port, process }
     }
 
@@ -139,7 +162,12 @@ impl ForeignQemu {
         self.port
     }
 
-    /// Returns the path of a file of this QEMU: `qmp`, `console`, `log`.
+    /// Returns the process that the pid file of a daemon names now; `None` if it has ended.
+    pub fn named_process(&self) -> Option<Process> {
+        named_process(&self.directory)
+    }
+
+    /// Returns the path of a file of this QEMU: `qmp`, `console`, `log`, `pid`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
@@ -190,8 +218,16 @@ impl ForeignQemu {
     }
 }
 
+fn named_process(directory: &Path) -> Option<Process> {
+    let number = fs::read_to_string(directory.join("pid")).ok()?.trim().parse().ok()?;
+    Process::of(number).ok().filter(Process::is_alive)
+}
+
 impl Drop for ForeignQemu {
     fn drop(&mut self) {
+        if let Some(daemon) = self.named_process() {
+            let _ = daemon.kill();
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

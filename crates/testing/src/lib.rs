@@ -1,5 +1,5 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
-//! guest that were not started by Rekindle, a private libvirt, a client of VNC servers, a disk in memory that can lose
+//! guest that were not started by Rekindle, a private libvirt, clients of VNC and SPICE servers, a disk in memory that can lose
 //! power, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
@@ -13,6 +13,7 @@ pub mod libvirt;
 pub mod micro;
 pub mod process;
 pub mod rfb;
+pub mod spice;
 pub mod tools;
 
 use std::thread;

@@ -207,6 +207,8 @@ pub struct DomainOptions<'a> {
     pub devices: &'a str,
     /// libvirt's XML of elements next to `<memory>`, such as `<memoryBacking>`, or an empty text.
     pub memory_backing: &'a str,
+    /// Whether the guest uses both of its processors from its boot on, and so two queues of a network card that has them.
+    pub both_processors: bool,
     /// The guest's first network card, through which the test reaches the guest.
     pub network: Network<'a>,
 }
@@ -224,13 +226,21 @@ impl<'a> DomainOptions<'a> {
     /// Makes options for a guest with two processors (one does not run yet, see [`ONE_CPU`]) and 256 MiB of RAM in the
     /// QEMU of most tests.
     pub fn new(name: &'a str) -> Self {
-        Self { name, emulator: tools::qemu_new(), devices: "", memory_backing: "", network: Network::User }
+        Self {
+            name,
+            emulator: tools::qemu_new(),
+            devices: "",
+            memory_backing: "",
+            both_processors: false,
+            network: Network::User,
+        }
     }
 
     /// Returns libvirt's description. `port` of this host is forwarded to the guest, which libvirt's own network cards
     /// of type `user` cannot. That card comes after a tap's on the bus.
     fn xml(&self, name: &str, port: u16, reach: &Reach) -> String {
         let Self { emulator, devices, memory_backing, .. } = self;
+        let processors = if self.both_processors { "" } else { ONE_CPU };
         let (emulator, guest_port) = (emulator.display(), micro::PORT);
         let Reach { kernel_options, interface, .. } = reach;
         format!(
@@ -243,7 +253,7 @@ impl<'a> DomainOptions<'a> {
     <type arch='x86_64' machine='pc'>hvm</type>
     <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
-    <cmdline>{KERNEL_OPTIONS} {ONE_CPU} {kernel_options}</cmdline>
+    <cmdline>{KERNEL_OPTIONS} {processors} {kernel_options}</cmdline>
   </os>
   <features><acpi/></features>
   <devices>

@@ -111,28 +111,28 @@ pub const POINTS: &[&str] = &[
 
 /// Every fault point of the replacement of the QEMU of a libvirt domain, in the order in which it passes them.
 pub const DOMAIN_POINTS: &[&str] = &[
-    "libvirt.prepare.journalled",
-    "libvirt.prepare.spawned",
-    "libvirt.prepare.compared",
-    "libvirt.prepare.copied",
+    "replace.prepare.journalled",
+    "replace.prepare.spawned",
+    "replace.prepare.compared",
+    "replace.prepare.copied",
     "libvirt.daemon.stopping",
     "libvirt.daemon.stopped",
-    "libvirt.suspend.journalled",
-    "libvirt.suspend.stopped",
-    "libvirt.suspend.taps",
-    "libvirt.suspend.copied",
-    "libvirt.suspend.frozen",
-    "libvirt.suspend.loaded",
-    "libvirt.resume.journalled",
-    "libvirt.resume.resumed",
-    "libvirt.give-back.frozen",
-    "libvirt.give-back.vnc-passed",
+    "replace.suspend.journalled",
+    "replace.suspend.stopped",
+    "replace.suspend.taps",
+    "replace.suspend.copied",
+    "replace.suspend.frozen",
+    "replace.suspend.loaded",
+    "replace.resume.journalled",
+    "replace.resume.resumed",
+    "replace.give-back.frozen",
+    "replace.give-back.graphics-passed",
     "libvirt.give-back.status-written",
     "libvirt.give-back.pid-written",
     "libvirt.give-back.daemon-started",
     "libvirt.give-back.reconnected",
-    "libvirt.settle.journalled",
-    "libvirt.settle.source-gone",
+    "replace.settle.journalled",
+    "replace.settle.source-gone",
 ];
 
 /// Every fault point of overlays on the disks of an attached QEMU, in the order in which a protector, then `detach`, and
@@ -165,16 +165,17 @@ pub const RESTORE_DOMAIN_POINTS: &[&str] = &[
     "libvirt-restore.prepare.journalled",
     "libvirt-restore.prepare.overlays",
     "libvirt-restore.prepare.owned",
-    "libvirt-restore.prepare.written",
+    "libvirt-restore.renew.registered",
     "libvirt-restore.renew.loaded",
     "libvirt-restore.renew.attached",
     "libvirt-restore.resume.journalled",
     "libvirt-restore.resume.resumed",
+    "libvirt-restore.settle.handed-over",
     "libvirt-restore.settle.defined",
 ];
 
 /// Further fault points of overlays on the disks of a libvirt domain.
-pub const FENCE_POINTS: &[&str] = &["overlay.mark.fenced", "overlay.merge.unfenced"];
+pub const FENCE_POINTS: &[&str] = &["overlay.mark.fenced", "overlay.mark.copied", "overlay.merge.unfenced"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {

@@ -41,6 +41,8 @@ pub enum Kind {
     VmmCold,
     /// `rekindle replace-qemu`, for a domain of libvirt.
     LibvirtReplace,
+    /// `rekindle replace-qemu`, for a QEMU that is known by its QMP socket.
+    BareReplace,
     /// `rekindle reboot os --how cold`.
     OsCold,
     /// `rekindle reboot os --how warm-cache`.
@@ -69,7 +71,7 @@ impl fmt::Display for Kind {
             Self::VmmWarm => "reboot vmm --how warm",
             Self::VmmSaved => "reboot vmm --how saved",
             Self::VmmCold => "reboot vmm --how cold",
-            Self::LibvirtReplace => "replace-qemu",
+            Self::LibvirtReplace | Self::BareReplace => "replace-qemu",
             Self::OsCold => "reboot os --how cold",
             Self::OsWarmCache => "reboot os --how warm-cache",
             Self::OsKexec => "reboot os --how kexec",
@@ -156,12 +158,25 @@ pub struct Operation {
     /// For kexec: the boot ID of the boot that will end, as the guest's kernel reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
+    /// For a guest that Rekindle did not start: what passes to the destination.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passed: Option<PassedParts>,
     /// For a domain of libvirt: what returns it to libvirt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub libvirt: Option<LibvirtOperation>,
+    /// For a QEMU that is known by its QMP socket: what its manager must find.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bare: Option<BareOperation>,
     /// For a restore into libvirt: the domain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_domain: Option<RestoredDomain>,
+}
+
+/// What the replacement of a QEMU, which is known by its QMP socket, returns to its manager besides its sockets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BareOperation {
+    /// The file that names the QEMU's process.
+    pub pid_file: Option<PathBuf>,
 }
 
 /// The domain that a restore into libvirt makes.
@@ -171,6 +186,25 @@ pub struct RestoredDomain {
     pub uuid: String,
     /// libvirt's connection URI. None: libvirt chooses.
     pub connect: Option<String>,
+}
+
+/// What passes to the destination, of a guest that Rekindle did not start.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedParts {
+    /// Listening sockets that pass to the destination.
+    pub listeners: Vec<PassedListener>,
+    /// Forwarded ports, which the destination gets when the source has ended.
+    pub forwards: Vec<ForwardedPort>,
+    /// Numbers in the destination at which the listening sockets of its VNC server are open; `None` without a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vnc: Option<Vec<RawFd>>,
+    /// Its SPICE server; `None` without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spice: Option<PassedSpiceServer>,
+    /// The source's numbers of the queues of its taps that are detached while the guest is handed over. If the guest
+    /// returns to the source, they are attached again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub detached_queues: Vec<RawFd>,
 }
 
 /// What the replacement of a libvirt domain's QEMU needs to return the domain to libvirt.
@@ -186,13 +220,6 @@ pub struct LibvirtOperation {
     pub daemon: DaemonRecord,
     /// Whether the daemon has been stopped.
     pub absence: Absence,
-    /// Listening sockets that pass to the destination.
-    pub listeners: Vec<PassedListener>,
-    /// Forwarded ports, which the destination gets when the source has ended.
-    pub forwards: Vec<ForwardedPort>,
-    /// Numbers in the destination at which the listening sockets of its VNC server are open; `None` without a server.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vnc: Option<Vec<RawFd>>,
     /// The QEMU to record for this domain until it is shut off; `None`: the same as before.
     pub emulator: Option<PathBuf>,
     /// libvirt's names of the destination's features; `None`: the same as the source's.
@@ -209,6 +236,15 @@ pub struct PassedListener {
     pub destination: RawFd,
     /// A number that QEMU does not use in the destination. The real socket is open there.
     pub spare: RawFd,
+}
+
+/// A SPICE server of the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedSpiceServer {
+    /// The number at which the source's listening socket is open.
+    pub listener: RawFd,
+    /// Path of the Unix socket that the server has made in its place.
+    pub stand_in: PathBuf,
 }
 
 /// A port of the host that a user network forwards to the guest.
@@ -273,7 +309,9 @@ impl Journal {
             disks_at_resume: None,
             untouched_since_ns: None,
             boot: None,
+            passed: None,
             libvirt: None,
+            bare: None,
             restored_domain: None,
         };
         let journal = Self { path: path(rundir), operation };

@@ -1,4 +1,7 @@
-//! The directory of a disk's overlays: the state file, and one qcow2 file for each epoch.
+//! The directory of a disk's overlays: the state file, one qcow2 file for each epoch, and *heads*.
+//!
+//! The head of an epoch is a copy of the next epoch's overlay. It exists if that overlay was put on the disk some moments
+//! before the checkpoint: it has what the guest has written in these moments.
 //!
 //! One process at a time has the directory claimed. The files are created and removed here; their content is QEMU's.
 
@@ -25,6 +28,16 @@ pub fn overlay_file_name(epoch: u64) -> String {
 pub fn epoch_of_file(name: &str) -> Option<u64> {
     let epoch = name.strip_prefix("epoch-")?.strip_suffix(".qcow2")?.parse().ok()?;
     (overlay_file_name(epoch) == name).then_some(epoch)
+}
+
+/// Returns the name of the file with an epoch's head.
+fn head_file_name(epoch: u64) -> String {
+    format!("head-{epoch:012}.qcow2")
+}
+
+fn epoch_of_head(name: &str) -> Option<u64> {
+    let epoch = name.strip_prefix("head-")?.strip_suffix(".qcow2")?.parse().ok()?;
+    (head_file_name(epoch) == name).then_some(epoch)
 }
 
 /// The claimed directory of a disk's overlays.
@@ -180,16 +193,62 @@ impl<D: LogFiles> OverlayDirectory<D> {
     /// # Errors
     /// If the file cannot be created.
     pub fn create_overlay(&self, epoch: u64) -> Result<PathBuf, OverlayError> {
-        let name = overlay_file_name(epoch);
-        let created = match self.files.create(&name) {
-            // An earlier process was killed before the mark.
+        // An earlier process may have been killed before the mark.
+        self.create_anew(&overlay_file_name(epoch)).map_err(failed(&self.files, "making an overlay"))?;
+        Ok(self.path_of(epoch))
+    }
+
+    /// Returns the path of an epoch's head.
+    #[must_use]
+    pub fn head_path(&self, epoch: u64) -> PathBuf {
+        self.files.path().join(head_file_name(epoch))
+    }
+
+    /// Returns whether an epoch has a head.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn has_head(&self, epoch: u64) -> Result<bool, OverlayError> {
+        Ok(self.heads()?.contains(&epoch))
+    }
+
+    fn heads(&self) -> Result<Vec<u64>, OverlayError> {
+        let names = self.files.list().map_err(failed(&self.files, "reading the directory"))?;
+        Ok(names.iter().filter_map(|name| epoch_of_head(name)).collect())
+    }
+
+    /// Creates the empty file of an epoch's head. [`Self::seal`] makes it durable.
+    ///
+    /// # Errors
+    /// If the file cannot be created.
+    pub fn create_head(&self, epoch: u64) -> Result<PathBuf, OverlayError> {
+        self.create_anew(&head_file_name(epoch)).map_err(failed(&self.files, "making the head of an overlay"))?;
+        Ok(self.head_path(epoch))
+    }
+
+    /// Removes the heads of epochs that have no checkpoint any more.
+    ///
+    /// # Errors
+    /// If a file cannot be removed.
+    pub fn remove_useless_heads(&self) -> Result<(), OverlayError> {
+        let is_useless = |epoch: &u64| *epoch < self.state.floor || self.state.is_dead(*epoch);
+        self.heads()?.into_iter().filter(is_useless).try_for_each(|epoch| self.remove_head(epoch))
+    }
+
+    fn remove_head(&self, epoch: u64) -> Result<(), OverlayError> {
+        self.files.remove(&head_file_name(epoch)).map_err(failed(&self.files, "removing the head of an overlay"))
+    }
+
+    /// Creates a file, in place of one that an earlier process has left.
+    fn create_anew(&self, name: &str) -> io::Result<()> {
+        match self.files.create(name) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                self.files.remove(&name).and_then(|()| self.files.create(&name))
+                self.files.remove(name)?;
+                self.files.create(name)
             }
             created => created,
-        };
-        created.map_err(failed(&self.files, "making an overlay"))?;
-        Ok(self.path_of(epoch))
+        }
+        .map(drop)
     }
 
     /// Makes the name and the present content of an epoch's file durable.
@@ -201,7 +260,7 @@ impl<D: LogFiles> OverlayDirectory<D> {
         self.sync_names()
     }
 
-    /// Makes all epochs up to `epoch`, which its mark has ended, durable, and records that. `sync_image`: makes the
+    /// Makes all epochs up to `epoch`, which its mark has ended, durable, with its head, and records that. `sync_image`: makes the
     /// image durable, which has the writes of the first epoch.
     ///
     /// # Errors
@@ -227,11 +286,19 @@ impl<D: LogFiles> OverlayDirectory<D> {
             sync_image().map_err(failed(&self.files, "syncing the image"))?;
         }
         let mut unsealed = (self.state.sealed.max(self.state.merged) + 1)..=epoch;
-        unsealed.try_for_each(|epoch| if self.state.is_dead(epoch) { Ok(()) } else { self.sync_overlay(epoch) })
+        unsealed.try_for_each(|epoch| if self.state.is_dead(epoch) { Ok(()) } else { self.sync_overlay(epoch) })?;
+        if !self.has_head(epoch)? {
+            return Ok(());
+        }
+        self.sync_file(epoch, head_file_name(epoch))?;
+        self.sync_names()
     }
 
     fn sync_overlay(&self, epoch: u64) -> Result<(), OverlayError> {
-        let name = overlay_file_name(epoch);
+        self.sync_file(epoch, overlay_file_name(epoch))
+    }
+
+    fn sync_file(&self, epoch: u64, name: String) -> Result<(), OverlayError> {
         let file = self.files.open(&name).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => OverlayError::MissingEpoch { path: self.files.path().to_owned(), epoch, name },
             _ => failed(&self.files, "opening an overlay")(e),
@@ -275,6 +342,7 @@ impl<D: LogFiles> OverlayDirectory<D> {
         for epoch in epochs {
             self.files.remove(&overlay_file_name(epoch)).map_err(failed(&self.files, "removing an overlay"))?;
         }
+        self.heads()?.into_iter().try_for_each(|epoch| self.remove_head(epoch))?;
         // Overlays without a state are damaged.
         self.sync_names()?;
         self.files.remove(STATE_NAME).map_err(failed(&self.files, "removing its state"))?;

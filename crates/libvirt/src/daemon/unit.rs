@@ -2,21 +2,11 @@
 //! activation*). So whatever triggers the service is stopped with it, and started with it.
 
 use super::DaemonError;
-use rekindle_kernel::output::within;
 use rekindle_kernel::process::Process;
+use rekindle_kernel::systemd::{is_running, properties, systemctl};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
-/// Exists while systemd manages the host: see `sd_booted(3)`.
-const SYSTEMD_RUNS: &str = "/run/systemd/system";
-/// systemd kills a service that has not ended after 90 s (`DefaultTimeoutStopSec`).
-const TIMEOUT: Duration = Duration::from_secs(120);
-/// Limit of what `systemctl` may print.
-const MAX_OUTPUT_BYTES: usize = 1 << 20;
 /// Properties with the units that a stop of the service would stop, too.
 const STOPPED_WITH_IT: [&str; 4] = ["RequiredBy", "RequisiteOf", "BoundBy", "ConsistsOf"];
 
@@ -31,7 +21,7 @@ pub struct Unit {
 impl Unit {
     /// Returns the service whose main process is the daemon; `None` if systemd does not run it.
     pub(super) fn of(daemon: Process, programs: &[&str]) -> Result<Option<Self>, DaemonError> {
-        if !Path::new(SYSTEMD_RUNS).is_dir() {
+        if !is_running() {
             return Ok(None);
         }
         for program in programs {
@@ -94,26 +84,9 @@ fn active(units: &BTreeSet<String>) -> Result<BTreeSet<String>, DaemonError> {
     Ok(units.filter_map(|mut unit| unit.remove("Id")).collect())
 }
 
-/// Reads lines of the form `NAME=VALUE`.
-fn properties(text: &str) -> BTreeMap<String, String> {
-    let pairs = text.lines().filter_map(|line| line.split_once('='));
-    pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
-}
-
 fn show(arguments: &[&str]) -> Result<String, DaemonError> {
     let arguments: Vec<&str> = std::iter::once("show").chain(arguments.iter().copied()).collect();
     systemctl(&arguments).map_err(|source| DaemonError::Systemctl { command: command_line(&arguments), source })
-}
-
-fn systemctl(arguments: &[&str]) -> io::Result<String> {
-    let mut command = Command::new("systemctl");
-    command.args(arguments).stdin(Stdio::null());
-    let output = within(&mut command, MAX_OUTPUT_BYTES, Instant::now() + TIMEOUT)?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.out).into_owned());
-    }
-    let message = String::from_utf8_lossy(&output.err).trim().to_owned();
-    Err(io::Error::other(if message.is_empty() { output.status.to_string() } else { message }))
 }
 
 fn command_line(arguments: &[&str]) -> String {

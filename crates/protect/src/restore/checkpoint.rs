@@ -297,6 +297,24 @@ impl LoadInput {
         Ok(bytes)
     }
 
+    /// Builds the stream for a QEMU without capabilities whose own copy of the small blocks is unknown: all pages of these
+    /// blocks, no page of the others, and the devices. `machine`: its versioned type. Starts after [`stream::HEADER`].
+    pub(super) fn plain_stream(&self, machine: &str) -> Result<Vec<u8>, RestoreError> {
+        let small = read_small_blocks(self.image()?, &self.paged)?.into_iter().collect::<Contents>();
+        let mut bytes = Vec::new();
+        stream::configuration(&mut bytes, machine);
+        let blocks = self.blocks.iter().filter(|block| block.used > 0);
+        let mut section = RamSection::start_plain(&mut bytes, blocks.map(|block| (block.id.as_str(), block.used)));
+        for ((index, page), content) in self.small_block_pages(&small) {
+            if let Some(block) = self.blocks.get(index.0) {
+                section.page(&mut bytes, &block.id, page.offset(), content);
+            }
+        }
+        section.end(&mut bytes);
+        bytes.extend_from_slice(stream::check(&self.devices)?);
+        Ok(bytes)
+    }
+
     /// Adds the necessary zero pages to `pages`, which has all pages that are not zero. QEMU's own copy of a block
     /// starts as zeros or as a firmware file, so only the pages that QEMU has populated are overwritten: a video memory
     /// of 16 MiB has hardly any.

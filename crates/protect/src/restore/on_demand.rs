@@ -13,7 +13,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_memory::missing::{Content, PageSource, Pager, PagerError, Progress};
-use rekindle_memory::ram::GuestRam;
+use rekindle_memory::ram::{Block, GuestRam};
 use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::Feed;
@@ -87,6 +87,38 @@ impl OnDemandRam {
     ) -> Result<Self, RestoreError> {
         require_same_blocks(&ram, &input.blocks, input.number, &input.paged)?;
         Ok(Self { input, ram: Arc::new(ram), registered, connected: None })
+    }
+
+    /// Adopts memory that `pager` has registered, and puts the pages into it that QEMU reads while it loads the devices.
+    /// From then on, access to a missing page blocks until the page is supplied. `ram` has at least the blocks that are
+    /// loaded on demand.
+    pub(crate) fn adopt(
+        input: Arc<LoadInput>,
+        ram: GuestRam,
+        injector: Injector,
+        mut pager: Pager,
+    ) -> Result<Self, RestoreError> {
+        pager.overwrite_present_pages(&ram, &mut UncommittedPages::new(&input, &ram))?;
+        input.put_pages_for_load(&input.pages_for_load(), &ram, &mut pager)?;
+        let ram = Arc::new(ram);
+        let supply = PageSupply::start(pager, Arc::clone(&input), Arc::clone(&ram));
+        let connected = Some(ConnectedRam { injector, stream: Vec::new(), supply });
+        Ok(Self { input, ram, registered: None, connected })
+    }
+
+    /// Replaces the table of blocks by the one that QEMU reports. Rejects one in which a block that is loaded on demand
+    /// is not where its memory was registered.
+    pub(crate) fn verify(&mut self, reported: GuestRam) -> Result<(), RestoreError> {
+        require_same_blocks(&reported, &self.input.blocks, self.input.number, &self.input.paged)?;
+        let place = |ram: &GuestRam, id: &String| ram.block_id(id).and_then(|id| ram.block(id)).map(Block::used);
+        for id in &self.input.paged {
+            if place(&reported, id) != place(&self.ram, id) {
+                let what = format!("its {id} is not where its memory was expected");
+                return Err(RestoreError::Blocks { number: self.input.number, what });
+            }
+        }
+        self.ram = Arc::new(reported);
+        Ok(())
     }
 
     /// Returns the injector for the destination. `None` before [`RamSource::connect`].

@@ -14,6 +14,7 @@ use crate::error::CheckpointError;
 use crate::pause::{AfterPause, PauseKind, Paused};
 use crate::policy::Policy;
 use crate::runs::{BlockRuns, read, runs_of_block, send, send_zeroes};
+use rekindle_handover::written_disks;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_memory::tracker::{Asynchronous, Dirty};
 use rekindle_pages::{BlockId, PageNo, PageRun, PageRuns};
@@ -114,6 +115,13 @@ impl TrackingSession {
             true => Some(self.send_while_running(checkpoint, store_is_empty)?),
             false => None,
         };
+        written_disks::write_back(self.target.process());
+        if let Some(disks) = self.overlays.as_mut().filter(|disks| disks.are_put_early()) {
+            self.monitors.check_running()?;
+            disks.put_early(self.monitors.control())?;
+            // The overlays are new, and little was written meanwhile.
+            written_disks::write_back(self.target.process());
+        }
         // After the last collection while the guest runs.
         self.memory.tracking.prepare()?;
         let run_state = match after_pause {

@@ -52,8 +52,7 @@ pub fn domain_xml(qmp: &mut Qmp, is_inactive: bool) -> Result<String, BlockError
 /// # Errors
 /// If libvirt rejects it, for example because a job uses one of the disks; [`BlockError::Resized`] if a disk was resized
 /// after its overlay was made.
-pub fn mark(stopped: &mut Stopped<'_>, marks: &[LibvirtMark<'_>], others: &[String]) -> Result<(), BlockError> {
-    let Some(qmp) = stopped.qmp() else { return Ok(()) };
+pub fn mark(qmp: &mut Qmp, marks: &[LibvirtMark<'_>], others: &[String]) -> Result<(), BlockError> {
     let nodes = read_nodes(qmp)?;
     let is_resized = |mark: &&LibvirtMark<'_>| nodes.get(&mark.chain.top()).map(|node| node.size) != Some(mark.bytes);
     if let Some(LibvirtMark { chain, .. }) = marks.iter().find(is_resized) {

@@ -13,6 +13,9 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 
+/// Size of a cluster of an overlay. It is divided into 32 parts of 4 KiB, each of which can be in the overlay or not: a
+/// write of 4 KiB does not have to copy its surroundings from the disk below.
+pub const CLUSTER_BYTES: u64 = 128 << 10;
 /// Limit for writing the header of an overlay. It usually takes 10 ms.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Limit for the last part of a merge of the newest overlay, which QEMU copies while the guest is stopped.
@@ -48,6 +51,7 @@ fn try_create(qmp: &mut Qmp, chain: &OverlayChain, name: OverlayName, file: &Pat
     // `blockdev-snapshot` writes no name of the disk below into the header: without it, no other program could open the
     // chain after a crash.
     let image = json!({"driver": "qcow2", "file": name.file_node(), "size": top.size, "lazy-refcounts": true,
+        "cluster-size": CLUSTER_BYTES, "extended-l2": true,
         "backing-file": top.file, "backing-fmt": top.driver});
     qmp.execute::<Value>("blockdev-create", json!({"job-id": name.create_job(), "options": image}))?;
     jobs::finish(qmp, &name.create_job(), CREATE_TIMEOUT)?;

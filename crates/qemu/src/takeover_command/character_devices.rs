@@ -1,7 +1,7 @@
 //! Character devices: the host's ends of serial ports, channels and monitors. Listening sockets are passed as
 //! descriptors, ptys are opened anew, files are appended to. The *source* is the QEMU that runs the guest now.
 
-use super::{Descriptor, ListenAddress, OWN_ID_PREFIX, Rewriter, SourceDescriptor, rules};
+use super::{Descriptor, ListenAddress, OWN_ID_PREFIX, Rewriter, SourceDescriptor, pid_file, rules};
 use crate::foreign::CommandOption;
 use crate::options::Options;
 use std::net::IpAddr;
@@ -17,7 +17,10 @@ impl Rewriter<'_> {
     pub(super) fn read_chardev(&mut self, option: &CommandOption<'_>) {
         let Some(mut chardev) = self.parse(option, "backend") else { return };
         let id = chardev.get("id").unwrap_or_default();
-        // An earlier replacement has added these monitors.
+        // An earlier replacement has added it.
+        if let Some(path) = pid_file::of_id(&id) {
+            self.pid_file = Some(path);
+        }
         if id.starts_with(OWN_ID_PREFIX) {
             return;
         }

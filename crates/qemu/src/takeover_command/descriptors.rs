@@ -77,6 +77,22 @@ impl<'a> Numbers<'a> {
         Some(self.put_new(Descriptor::Duplicate { source: *source }))
     }
 
+    /// Puts a listening socket of the source as [`Self::put_listener`] does. `None` also if the wanted sockets have several
+    /// addresses.
+    pub(super) fn put_only_listener(&mut self, is_wanted: impl Fn(&ListenAddress) -> bool) -> Option<RawFd> {
+        let mut wanted = self.open.iter().filter_map(|(number, descriptor)| match descriptor {
+            SourceDescriptor::Listener(address) if !self.claimed.contains(number) && is_wanted(address) => {
+                Some(address)
+            }
+            _ => None,
+        });
+        let address = wanted.next()?;
+        if wanted.any(|other| other != address) {
+            return None;
+        }
+        self.put_listener(|bound| bound == address)
+    }
+
     /// Claims all queues of a tap that the source has open, and returns their numbers in the destination.
     pub(super) fn claim_tap(&mut self, interface: &str) -> Vec<RawFd> {
         let is_queue = |(number, descriptor): &(&RawFd, &SourceDescriptor)| {

@@ -1,7 +1,7 @@
 //! The end of a rewrite: Rekindle's own monitors, and checks that the command line describes the machine as it is now.
 //! The *source* is the QEMU that runs the guest, the *destination* the one that takes it over ([`super`]).
 
-use super::{CommandLine, Descriptor, OWN_ID_PREFIX, OWN_MONITORS, Rewriter, facts::Drive};
+use super::{CommandLine, Descriptor, OWN_ID_PREFIX, OWN_MONITORS, Rewriter, facts::Drive, pid_file};
 use crate::adopt::Obstacle;
 use crate::foreign::{CommandOption, device_differences, disk_differences};
 use crate::options::Options;
@@ -19,6 +19,10 @@ impl Rewriter<'_> {
         self.check_drives();
         self.check_fd_sets();
         self.add_own_monitors();
+        if let Some(path) = &self.pid_file {
+            let option = pid_file::option(path);
+            self.add("chardev", option);
+        }
         self.add("incoming", "defer");
         self.arguments.push("-S".into());
         if !self.obstacles.is_empty() {
@@ -31,6 +35,7 @@ impl Rewriter<'_> {
             descriptors: self.numbers.into_destination(),
             forwards: self.forwards,
             vnc_server: self.vnc_server,
+            spice_server: self.spice_server,
             pid_file: self.pid_file,
         })
     }

@@ -14,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Where QEMU has the devices that have an id.
 const DEVICES: &str = "/machine/peripheral";
 const OBJECTS: &str = "/objects";
+/// QOM property of a USB device: whether the guest sees it.
+const ATTACHED: &str = "attached";
 /// QOM property of a balloon: seconds between two reports of the guest's memory statistics; 0 for none.
 const BALLOON_INTERVAL: &str = "guest-stats-polling-interval";
 /// Settings of an I/O thread that `query-iothreads` reports under the names of their QOM properties.
@@ -49,6 +51,8 @@ pub enum Item {
     Job(String),
     #[error("export {0}")]
     Export(String),
+    #[error("USB device of a SPICE client at {0}")]
+    RedirectedUsb(String),
     #[error("{name} of {object}")]
     Property { object: String, name: String },
     #[error("write threshold of image {0}")]
@@ -100,6 +104,11 @@ impl Inventory {
             networks: qmp.human("info network")?,
         };
         let mut inventory = Self::from_answers(&answers);
+        for object in answers.usb_redirections() {
+            if property(qmp, &object, ATTACHED)? == true {
+                inventory.process.insert(Item::RedirectedUsb(object), Value::Null);
+            }
+        }
         for (object, name) in answers.settings_in_qom() {
             match property(qmp, &object, name) {
                 Ok(value) => drop(inventory.settings.insert(Item::Property { object, name: name.into() }, value)),
@@ -204,6 +213,7 @@ impl Inventory {
     pub fn obstacles(&self) -> Vec<Obstacle> {
         let why = |item: &Item| match item {
             Item::Job(_) => Some("another QEMU does not continue it: wait until it has ended, or cancel it"),
+            Item::RedirectedUsb(_) => Some("another QEMU cannot continue it: disconnect it in the client"),
             Item::Export(_) => Some("its clients would lose the disk: end the backup or the NBD server"),
             _ => None,
         };
@@ -240,6 +250,12 @@ impl Inventory {
 }
 
 impl Answers {
+    /// Returns the devices that show the guest a USB device of a SPICE client, when one is connected.
+    fn usb_redirections(&self) -> impl Iterator<Item = String> {
+        let redirections = self.devices.iter().filter(|device| child_type(device) == Some("usb-redir"));
+        redirections.map(|device| format!("{DEVICES}/{}", text(device, "name")))
+    }
+
     /// Returns the settings that QMP's queries do not report, as objects and names of properties.
     fn settings_in_qom(&self) -> Vec<(String, &'static str)> {
         let balloons =

@@ -11,6 +11,7 @@
 //! | taps: `ifname=`, `script=`, `br=` | `fd=N`, `vhostfd=N` |
 //! | forwarded ports of user networks | none; they are added after the source has stopped |
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
+//! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
 //! | files of character devices | appended to, not truncated |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
@@ -34,7 +35,7 @@
 //!     ..RunningFacts::default()
 //! };
 //! let qmp = SourceDescriptor::Listener(ListenAddress::Unix("/run/a.qmp".into()));
-//! let destination = Destination { label: "1".into(), syntax: Syntax::default() };
+//! let destination = Destination { label: "1".into(), syntax: Syntax::default(), socket_directory: None };
 //! // QEMU reports no RAM: an obstacle, which would be shown with all others.
 //! let obstacles = rewrite(&arguments, &facts, &BTreeMap::from([(7, qmp.clone())]), &destination).unwrap_err();
 //! assert_eq!(obstacles.len(), 1);
@@ -54,7 +55,7 @@
 //!
 //! [`read_facts`] and [`open_descriptors`] read the facts and the descriptors of a running QEMU. [`Inventory`] has
 //! everything that its manager may change: with it, two QEMUs are compared, and settings without an option are passed
-//! on. The password of a VNC server cannot be read: its manager must supply it.
+//! on. The password of a VNC or SPICE server cannot be read: its manager must supply it.
 //!
 //! The descriptor of a listening socket, tap or vhost device is at first a *stand-in*: a private one of the same kind.
 //! The real one replaces it when the source has been frozen.
@@ -68,7 +69,9 @@ mod inventory;
 mod memory;
 mod network;
 mod open_files;
+mod pid_file;
 mod rules;
+pub mod spice;
 pub mod vnc;
 
 pub use facts::{Drive, RunningFacts, read_facts};
@@ -87,6 +90,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::ops::RangeFrom;
 use std::os::fd::RawFd;
+use std::path::PathBuf;
 
 /// Ids of the character devices of Rekindle's monitors begin with this.
 const OWN_ID_PREFIX: &str = "rekindle-";
@@ -129,6 +133,8 @@ pub struct Destination {
     pub label: String,
     /// The syntax of its binary.
     pub syntax: Syntax,
+    /// A directory in which only the user of the QEMUs can make sockets: a SPICE server needs one.
+    pub socket_directory: Option<PathBuf>,
 }
 
 /// The destination's command line.
@@ -142,7 +148,9 @@ pub struct CommandLine {
     pub forwards: Vec<Forward>,
     /// The VNC server. It listens nowhere until it gets the source's sockets.
     pub vnc_server: Option<PassedVncServer>,
-    /// The file that must name the destination's process. Another rewrite of `arguments` does not find it.
+    /// The SPICE server. It listens at a stand-in until that is replaced.
+    pub spice_server: Option<PassedSpiceServer>,
+    /// The file that must name the destination's process.
     pub pid_file: Option<String>,
 }
 
@@ -196,6 +204,17 @@ pub struct PassedVncServer {
     pub needs_password: bool,
 }
 
+/// A SPICE server of the destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PassedSpiceServer {
+    /// The number at which the source's listening socket is open.
+    pub listener: RawFd,
+    /// Path of the Unix socket that the server has made in its place.
+    pub stand_in: String,
+    /// Whether it accepts no client until it gets the password.
+    pub needs_password: bool,
+}
+
 /// A forwarded port of a user network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Forward {
@@ -214,6 +233,7 @@ struct Rewriter<'a> {
     obstacles: Vec<Obstacle>,
     forwards: Vec<Forward>,
     vnc_server: Option<PassedVncServer>,
+    spice_server: Option<PassedSpiceServer>,
     pid_file: Option<String>,
     /// Ids of the memory backends that the command line names.
     backends: Vec<String>,
@@ -269,6 +289,7 @@ pub fn rewrite(
         obstacles: Vec::new(),
         forwards: Vec::new(),
         vnc_server: None,
+        spice_server: None,
         pid_file: None,
         backends: Vec::new(),
         devices: Vec::new(),
@@ -319,6 +340,7 @@ impl Rewriter<'_> {
             "mon" => self.read_mon(option),
             "serial" | "parallel" | "debugcon" | "qmp" | "qmp-pretty" | "monitor" => self.read_short_chardev(option),
             "vnc" => self.read_vnc(option.value.unwrap_or_default()),
+            "spice" => self.read_spice(option),
             "display" => self.read_display(option),
             "add-fd" => self.read_fd_set(option),
             "set" => self.read_set(option),
@@ -368,7 +390,9 @@ impl Rewriter<'_> {
     fn read_device(&mut self, option: &CommandOption<'_>) {
         let Some(device) = self.parse(option, "driver") else { return };
         let driver = device.get("driver").unwrap_or_default();
-        if let Some(why) = obstacle_of_type(&driver).or_else(|| refused_device(&driver)) {
+        if let Some(why) =
+            obstacle_of_type(&driver).or_else(|| refused_device(&driver)).filter(|_| !rules::needs_only_spice(&driver))
+        {
             let id = device.get("id").map(|id| format!(",id={id}")).unwrap_or_default();
             self.refuse(format!("-device {driver}{id}"), why);
         } else if driver.starts_with("virtio-mem") {

@@ -28,19 +28,14 @@ const RULES: &[(&[&str], TakeoverRule)] = {
         (&["runas"], Drop),
         (&["machine", "M", "object", "device", "drive", "blockdev", "netdev", "nic", "net"], Rewrite),
         (&["chardev", "mon", "serial", "parallel", "debugcon", "qmp", "qmp-pretty", "monitor"], Rewrite),
-        (&["vnc", "display", "add-fd", "set", "run-with", "pidfile", "overcommit"], Rewrite),
+        (&["vnc", "spice", "display", "add-fd", "set", "run-with", "pidfile", "overcommit"], Rewrite),
         (&["chroot"], Refuse("another QEMU cannot be started in that directory: start it without")),
         (&["gdb", "s"], Refuse("two QEMUs cannot wait for a debugger at one address: start it without")),
-        (&["spice"], Refuse(SPICE_REASON)),
         (&["plugin"], Refuse("what a plugin has counted ends with QEMU: start it without")),
         (&["readconfig", "tpmdev", "virtfs", "snapshot"], RefuseAsCarried),
         (&["xen-domid", "xen-attach", "xen-domid-restrict"], RefuseAsCarried),
     ]
 };
-
-const SPICE_REASON: Reason = "Rekindle does not pass on a SPICE server: give the VM a VNC server instead (libvirt: <graphics \
-                              type='vnc'/>) and start it again, or wait until the guest is shut down: its next start is \
-                              in the installed QEMU";
 
 /// Returns the rule of an option.
 pub(super) fn of(option: &str) -> TakeoverRule {
@@ -58,16 +53,22 @@ pub(super) fn object(kind: &str) -> Option<Reason> {
     REFUSED_OBJECTS.iter().find(|(prefix, _)| kind.starts_with(prefix)).map(|(_, why)| *why)
 }
 
+/// Devices that a restored guest cannot have, because its QEMU has no SPICE server, but that another QEMU with the same
+/// server can take over. (Of redirected USB devices, see [`super::Inventory::obstacles`].)
+const DEVICES_OF_SPICE: [&str; 2] = ["qxl", "usb-redir"];
+
+/// Returns whether a device of this type needs nothing but a SPICE server.
+pub(super) fn needs_only_spice(driver: &str) -> bool {
+    DEVICES_OF_SPICE.iter().any(|prefix| driver.starts_with(prefix))
+}
+
 /// A backend of a character device that only one QEMU can use, with the reason.
 const REFUSED_BACKENDS: &[(&[&str], Reason)] = &[
     (&["pipe"], "two QEMUs would read one pipe: use a socket"),
     (&["serial", "tty", "parallel", "parport"], "two QEMUs would read one device of the host"),
     (&["udp"], "two QEMUs cannot receive at one UDP address: use a socket or a pty"),
     (&["braille", "msmouse", "wctablet"], "its state is at its other end: start it without"),
-    (
-        &["spicevmc", "spiceport", "dbus"],
-        "Rekindle does not pass on a SPICE or D-Bus server: start the VM without this device",
-    ),
+    (&["dbus"], "Rekindle does not pass on a D-Bus server: start the VM without this device"),
 ];
 
 /// Returns why a character device of this backend cannot be taken over.

@@ -50,7 +50,11 @@ fn rewrite_line(
     syntax: Syntax,
 ) -> Result<CommandLine, Vec<Obstacle>> {
     let open = open.iter().cloned().collect();
-    rewrite(&words(line), facts, &open, &Destination { label: "x".into(), syntax })
+    rewrite(&words(line), facts, &open, &destination(syntax))
+}
+
+fn destination(syntax: Syntax) -> Destination {
+    Destination { label: "x".into(), syntax, socket_directory: Some("/domain".into()) }
 }
 
 /// Rewrites `-display none` and these options.
@@ -182,6 +186,45 @@ fn a_vnc_server_that_cannot_be_passed_on_is_named() {
 }
 
 #[test]
+fn a_spice_server_gets_a_stand_in_and_its_listening_socket() {
+    let given = "-spice port=5900,addr=127.0.0.1,ipv4=on,disable-ticketing=on -chardev spicevmc,id=c,name=vdagent \
+                 -device qxl-vga,id=v";
+    let facts = facts(&["v"]);
+    let open = [(4, tcp("127.0.0.1:5900")), (6, tcp("127.0.0.1:5901"))];
+    let line = rewrite_line(given, &facts, &open, Syntax::default()).unwrap();
+    let text = line.arguments.join(" ");
+    let server = "-spice port=5900,addr=/domain/rekindle-spice.sock,disable-ticketing=on,unix=on \
+                  -chardev spicevmc,id=c,name=vdagent -device qxl-vga,id=v";
+    assert!(text.contains(server), "{text}");
+    let passed = |listener, stand_in: &str, needs_password| {
+        Some(PassedSpiceServer { listener, stand_in: stand_in.into(), needs_password })
+    };
+    assert_eq!(line.spice_server, passed(7, "/domain/rekindle-spice.sock", false));
+    assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
+
+    // The QEMU of an earlier replacement has two descriptors of the socket.
+    let again = "-spice port=5900,addr=/domain/rekindle-spice.sock,unix=on";
+    let twice = [(7, tcp("127.0.0.1:5900")), (9, tcp("127.0.0.1:5900"))];
+    let line = rewrite_line(again, &self::facts(&[]), &twice, Syntax::default()).unwrap();
+    assert_eq!(line.spice_server, passed(10, "/domain/rekindle-spice.sock", true));
+
+    for addr in ["/d/s", "/d/s.rekindle"] {
+        let given = format!("-spice unix,addr={addr},disable-ticketing=on");
+        let line = rewrite_line(&given, &self::facts(&[]), &[(4, unix("/d/s"))], Syntax::default()).unwrap();
+        assert_eq!(line.spice_server, passed(5, "/d/s.rekindle", false));
+    }
+    // Its clients are passed to it one by one.
+    assert_eq!(rewritten("-spice port=0,disable-ticketing=on", &[]).spice_server, None);
+}
+
+#[test]
+fn a_spice_server_that_cannot_be_passed_on_is_named() {
+    let two = [(4, tcp("127.0.0.1:5900")), (5, tcp("127.0.0.2:5900"))];
+    assert_eq!(refused("-spice port=5900", &facts(&[]), &two), ["-spice"]);
+    assert_eq!(refused("-spice port=5900,tls-port=5901", &facts(&[]), &two[..1]), ["-spice tls-port"]);
+}
+
+#[test]
 fn connections_have_the_syntax_of_the_destination() {
     let reconnects = |options: &str, reconnect_ms| {
         let syntax = Syntax { reconnect_ms, ..Syntax::default() };
@@ -225,6 +268,7 @@ fn everything_that_cannot_be_taken_over_is_named() {
         ("-netdev stream,id=n,addr.type=unix,addr.path=/p", "-netdev stream,id=n"),
         ("-nic tap,ifname=t0", "-nic tap,ifname=t0"),
         ("-spice port=1", "-spice"),
+        ("-spice tls-port=1", "-spice tls-port"),
         ("-display gtk", "-display gtk"),
         ("-drive file=/d,snapshot=on", "-drive file=/d,snapshot=on"),
         ("-set netdev.n.vhost=on", "-set netdev.n.vhost=on"),
@@ -325,8 +369,7 @@ proptest! {
     #[test]
     fn no_argument_makes_it_panic(words in proptest::collection::vec("(-chardev|-netdev|-object|-serial|-vnc|[a-z=,:0-9-]{0,30})", 0..8)) {
         let open = BTreeMap::from([(i32::MAX, unix("/q"))]);
-        let destination = Destination { label: "x".into(), syntax: Syntax::default() };
-        if let Ok(line) = rewrite(&words, &facts(&[]), &open, &destination) {
+        if let Ok(line) = rewrite(&words, &facts(&[]), &open, &destination(Syntax::default())) {
             prop_assert!(line.arguments.ends_with(&["-incoming".to_owned(), "defer".to_owned(), "-S".to_owned()]));
         }
     }

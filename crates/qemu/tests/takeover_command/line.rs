@@ -80,7 +80,7 @@ impl Line {
     }
 
     pub fn rewrite_for(&self, syntax: Syntax) -> Result<CommandLine, Vec<Obstacle>> {
-        let destination = Destination { label: "6a5a3e0e-2".into(), syntax };
+        let destination = Destination { label: "6a5a3e0e-2".into(), syntax, socket_directory: None };
         rewrite(&self.arguments, &self.facts, &self.open, &destination)
     }
 }

@@ -219,7 +219,8 @@ fn start_from_running(binary: &Path) {
     let (adopted, mut qmp) = adopt(&source.path("qmp"), DEADLINE).unwrap();
     let facts = read_facts(&adopted, &mut qmp).unwrap();
     let open = open_descriptors(source.process).unwrap();
-    let destination = Destination { label: "2".into(), syntax: Syntax::query(&mut qmp).unwrap() };
+    let destination =
+        Destination { label: "2".into(), syntax: Syntax::query(&mut qmp).unwrap(), socket_directory: None };
     let rewritten = rewrite(&adopted.arguments, &facts, &open, &destination).unwrap();
     assert_eq!(rewritten.forwards.len(), 1, "{:?}", rewritten.forwards);
     let listeners = rewritten.descriptors.values().filter(|kind| matches!(kind, Descriptor::Listener { .. })).count();

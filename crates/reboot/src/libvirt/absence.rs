@@ -5,18 +5,19 @@
 //! done after that.
 
 use super::daemon_guard::DaemonGuard;
-use super::environment::placed_threads;
 use super::give_back::{GivenBack, give_back};
 use super::journal::{operation, set_absence};
 use super::prepare::Prepared;
-use super::replace::{Transferred, approach, hand_over};
+use super::recheck::check_record;
 use super::way_back::{Abandoned, abandon, fail_after_decision};
 use super::{DomainError, DomainResult, panicked};
 use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
+use crate::unprepared::UnpreparedError;
+use crate::unprepared::hand_over::{Transferred, approach, hand_over};
+use crate::unprepared::start::{Waiting, place_threads};
 use crate::vmm::{QemuInfo, RebootReport};
-use rekindle_handover::copied_ram::CopiedRam;
-use rekindle_handover::{Destination, Handover, RunningStage, priority};
+use rekindle_handover::{Handover, priority};
 use rekindle_kernel::surroundings::ThreadPlaces;
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::check_jobs;
@@ -27,6 +28,9 @@ use rekindle_vm::lock::OperationLock;
 use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// How long the source's monitor may take to greet, while libvirt's daemon is stopped.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What has become of the domains of one absence.
 pub(super) struct AbsenceResult {
@@ -159,13 +163,16 @@ struct HandedOver {
 
 /// Moves the guest of one domain to its destination, and gives the domain back to libvirt.
 fn transfer(prepared: Prepared, gate: &ProcessorGate) -> Placed {
-    let Prepared { position, lock, mut handover, baseline, mut destination, mut taps, ram_files, places, .. } =
-        prepared;
+    let Prepared { position, lock, mut handover, record, baseline, waiting, .. } = prepared;
+    let Waiting { mut destination, mut taps, ram_files, places } = waiting;
     let name = handover.name().to_owned();
     handover.recorder.step("stop libvirt's daemon");
     let transferred = gate.pass(|| {
         handover.recorder.step("wait for a processor");
-        let approached = approach(&mut handover, &baseline, &mut destination, &mut taps)?;
+        check_record(&record, &baseline, operation(&handover)?)?;
+        let ended = || UnpreparedError::Ended { name: handover.name().into() };
+        let source_qmp = handover.source().ok_or_else(ended)?.connect(MONITOR_TIMEOUT)?;
+        let approached = approach(&mut handover, &baseline, source_qmp, &mut destination, &mut taps)?;
         // Guests that already run again must not delay this hand-over.
         let _boosts = (priority::boost_this_thread(), priority::boost_hand_over(handover.source(), &destination.vmm));
         hand_over(&mut handover, approached, destination, &mut taps)
@@ -192,23 +199,12 @@ fn return_to_source(handover: Handover, ram_files: &[File], error: RebootError) 
 
 fn return_to_libvirt(mut handover: Handover, from: QemuInfo, places: &ThreadPlaces, transferred: Transferred) -> Side {
     let Transferred { mut running, stopped_host_us } = transferred;
-    place_threads(places, &mut running);
+    place_threads(places, running.vmm.process(), &mut running.qmp);
     let handed_over = HandedOver { from, stopped_host_us, resumed_host_us: running.stage.resumed_host_us };
     let confirmed = running.begin_give_back(&mut handover).map_err(RebootError::from);
     match confirmed.and_then(|()| give_back(handover, running.vmm, running.qmp)) {
         Ok(given_back) => Side::Destination(Box::new(given_back), handed_over),
         Err(error) => Side::Unknown(Failure::needs_recovery(error)),
-    }
-}
-
-/// Moves the threads of the destination's virtual processors to the control groups and processors of the source's.
-fn place_threads(places: &ThreadPlaces, running: &mut Destination<RunningStage<CopiedRam>>) {
-    let process = running.vmm.process();
-    let placed = placed_threads(&mut running.qmp)
-        .map_err(|e| e.to_string())
-        .and_then(|threads| places.apply(process, &threads).map_err(|e| e.to_string()));
-    if let Err(e) = placed {
-        tracing::warn!("{e}; libvirt's limits for single virtual processors do not apply to the new QEMU");
     }
 }
 

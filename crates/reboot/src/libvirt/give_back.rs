@@ -1,25 +1,24 @@
 //! Returns a domain to libvirt, whose guest runs in the destination: the destination gets the source's listening
-//! sockets, also those of its VNC server, libvirt's record names the destination, and the daemon is started.
+//! sockets, also those of its VNC and SPICE servers, libvirt's record names the destination, and the daemon is started.
 
-use super::environment::vcpus;
 use super::journal::{operation, set_absence};
 use super::preflight::libvirt_monitor;
 use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
-use super::{DomainError, daemon, forwards, record_copy, source, vnc};
+use super::{DomainError, daemon, record_copy};
 use crate::error::RebootError;
-use rekindle_handover::{Handover, HandoverError};
-use rekindle_kernel::descriptor;
-use rekindle_kernel::inject::Injector;
+use crate::unprepared::environment::vcpus;
+use crate::unprepared::give::{Passwords, end_source, give};
+use crate::unprepared::{passed, vnc};
+use rekindle_handover::Handover;
 use rekindle_kernel::process::Process;
+use rekindle_libvirt::graphics_password::{GraphicsPassword, Server};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_qemu::transfer::set_capabilities;
-use rekindle_qemu::vmm::{Vmm, log_tail};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::direct_monitors;
-use rekindle_vm::journal::{Absence, LibvirtOperation, Step};
+use rekindle_vm::journal::{Absence, LibvirtOperation};
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -76,11 +75,12 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
     if record.pid != process.pid {
         // An administrator may have started it since, and it would take the change of its record for a crash.
         daemon::stop(&libvirt.daemon)?;
-        pass_sockets(&handover, &libvirt, process)?;
-        vnc::pass(handover.name(), &libvirt, &StatusFile::read(&libvirt.status_file)?, process, &mut qmp)?;
-        handover.pass("libvirt.give-back.vnc-passed");
-        // libvirt does not know these capabilities, and its own migrations must not use them.
-        set_capabilities(&mut qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
+        let status = StatusFile::read(&libvirt.status_file)?;
+        let passwords = Passwords {
+            vnc: GraphicsPassword::of(&status, Server::Vnc)?,
+            spice: GraphicsPassword::of(&status, Server::Spice)?,
+        };
+        give(&handover, process, &mut qmp, &passwords)?;
         let edited = StatusFile::read(&libvirt.status_file)?.edited(&edit(&libvirt, process, &mut qmp)?)?;
         edited.write()?;
         handover.pass("libvirt.give-back.status-written");
@@ -99,22 +99,10 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
 /// Rejects a destination for which libvirt's record of the domain cannot be edited, and keeps a copy of the record.
 pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
     let libvirt = operation(handover)?;
-    vnc::rehearse(handover.name(), libvirt, qmp)?;
+    vnc::rehearse(handover.name(), passed(handover)?, qmp)?;
     let record = StatusFile::read(&libvirt.status_file)?;
     record.edited(&edit(libvirt, destination, qmp)?)?;
     Ok(record_copy::keep(&handover.rundir, &record)?)
-}
-
-/// Puts the listening sockets of the frozen source in the place of the destination's stand-ins: two QEMUs that accept
-/// connections of one socket would steal each other's clients.
-fn pass_sockets(handover: &Handover, libvirt: &LibvirtOperation, destination: Process) -> Result<(), RebootError> {
-    source::freeze(handover)?;
-    handover.pass("libvirt.give-back.frozen");
-    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
-    let injector = Injector::new(destination).map_err(|e| untraceable(e.into()))?;
-    let pairs: Vec<_> = libvirt.listeners.iter().map(|listener| (listener.spare, listener.destination)).collect();
-    descriptor::replace(injector, &pairs).map_err(untraceable)?;
-    Ok(())
 }
 
 /// Returns what libvirt must know of the destination.
@@ -181,17 +169,7 @@ fn wait_reconnected(
 /// # Errors
 /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
 pub(super) fn settle(mut handover: Handover, destination: &Vmm, qmp: &mut Qmp) -> Result<(), RebootError> {
-    if !destination.is_alive() {
-        let log = log_tail(&destination.directory(), 10);
-        return Err(HandoverError::DiedRunning { name: handover.name().into(), log }.into());
-    }
-    handover.advance(Step::Settle)?;
-    handover.pass("libvirt.settle.journalled");
-    if let Some(source) = handover.live_source() {
-        source.kill().map_err(handover.file_error("qemu"))?;
-    }
-    handover.pass("libvirt.settle.source-gone");
-    forwards::add(qmp, &operation(&handover)?.forwards)?;
+    end_source(&mut handover, destination, qmp)?;
     if let Err(e) = direct_monitors::keep(&handover.rundir, destination) {
         tracing::warn!("{}: a protector has to go through libvirt, which takes longer: {e}", handover.name());
     }

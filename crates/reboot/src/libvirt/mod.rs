@@ -19,15 +19,11 @@
 //! | `preflight` | what the domain is, and what prevents the replacement |
 //! | `obstacles` | what libvirt has set up besides the QEMU, and would be lost |
 //! | `recheck` | whether the domain is still as the preflight has found it |
-//! | `environment` | where the destination starts, and what it inherits |
-//! | `forwards` | ports that user networks forward |
-//! | `vnc` | the VNC server's password and listening sockets |
+//! | `graphics` | passwords of the VNC and SPICE servers |
 //! | `phases` | the steps for several domains |
 //! | `batches` | the domains that are replaced together |
 //! | `prepare` | step 1 |
 //! | `absence` | steps 2 and 3: everything that happens while the daemon is stopped |
-//! | `replace` | the hand-over of one domain |
-//! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
 //! | `give_back` | the return of one domain to libvirt |
 //! | `recover` | the end of an interrupted operation |
@@ -41,20 +37,16 @@
 //! in its destination or, after a failure, in its source again. So an operation that is interrupted may leave several
 //! domains for which the daemon is stopped, and `recover` ends all of them.
 //!
-//! The daemon and its status files are in the crate `rekindle-libvirt`.
-//!
-//! Exactly one QEMU may run the guest at each instant. Until the decision ([`rekindle_vm::journal::Step::Resume`]) that
-//! is the source, to which every failure returns; after it the guest may have written to its disks, so that only the
-//! destination can continue. The source is frozen before the decision.
+//! The steps that every guest needs which Rekindle did not start are in [`crate::unprepared`], the daemon and its status
+//! files in the crate `rekindle-libvirt`.
 
 mod absence;
 mod batches;
 mod capabilities;
 mod daemon_guard;
 mod deferred_signals;
-mod environment;
-mod forwards;
 mod give_back;
+mod graphics;
 mod journal;
 mod obstacles;
 mod phases;
@@ -63,10 +55,7 @@ mod prepare;
 mod recheck;
 mod record_copy;
 pub(crate) mod recover;
-mod replace;
 mod selection;
-mod source;
-mod vnc;
 mod way_back;
 
 pub use phases::{ReplacedDomains, replace_domains};
@@ -74,7 +63,7 @@ pub use selection::{AllDomains, Selection, SkippedDomain, all_domains};
 
 pub use crate::domain_error::DomainError;
 
-use crate::error::{Failure, Problem, RebootError};
+use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
 use crate::vmm::{RebootReport, ReplacementPlan, VmPlan};
 use rekindle_libvirt::{daemon, status_file};
@@ -99,7 +88,7 @@ pub fn is_domain(name: &str) -> bool {
 pub fn plan_domains(host: &Host, names: &[String], options: &DomainOptions) -> Vec<VmPlan> {
     let gate = ProcessorGate::new();
     let plans = in_threads(names, |name| -> Result<ReplacementPlan, RebootError> {
-        let inspected = gate.pass(|| preflight::inspect(host, name, options))?;
+        let inspected = gate.pass(|| preflight::inspect(host, name, options))?.inspected;
         let (from, binary) = (inspected.baseline.source_info(), inspected.binary);
         Ok(ReplacementPlan { from, binary: binary.path, version: binary.version })
     });
@@ -120,8 +109,4 @@ struct DomainResult {
 /// Returns the failure of a domain whose thread has panicked.
 fn panicked(name: &str) -> Failure {
     Failure::needs_recovery(DomainError::Panicked { name: name.into() })
-}
-
-fn preflight_error(name: &str, problems: Vec<String>) -> RebootError {
-    RebootError::Preflight { name: name.into(), problems: problems.into_iter().map(Problem).collect() }
 }

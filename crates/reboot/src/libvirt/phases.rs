@@ -2,10 +2,11 @@
 
 use super::absence::{AbsenceResult, replace_in_absence};
 use super::batches::divide;
-use super::prepare::{Candidate, OPERATION, Prepared, prepare};
+use super::prepare::{Candidate, Prepared, prepare};
 use super::{DomainError, DomainOptions, panicked, preflight};
 use crate::error::Failure;
 use crate::parallel::{Panicked, ProcessorGate, in_threads};
+use crate::unprepared::OPERATION;
 use crate::vmm::{RebootReport, VmOutcome};
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::daemon::DaemonError;
@@ -94,16 +95,16 @@ impl Replacement<'_> {
         let (host, options, gate) = (self.host, self.options, ProcessorGate::new());
         let inspected = in_threads(domains, |(position, name)| {
             let mut recorder = Recorder::new(name, OPERATION);
-            let inspected = gate.pass(|| preflight::inspect(host, name, options)).map_err(Failure::unchanged)?;
+            let domain = gate.pass(|| preflight::inspect(host, name, options)).map_err(Failure::unchanged)?;
             recorder.step("preflight");
-            Ok(Candidate { position, name: name.clone(), recorder, inspected })
+            Ok(Candidate { position, name: name.clone(), recorder, domain })
         });
         self.keep_successes(&rest, inspected)
     }
 
     /// Chooses the domains of the next absence: as many as there is memory for.
     fn next_batch(candidates: Vec<Candidate>) -> Vec<Candidate> {
-        let needs: Vec<u64> = candidates.iter().map(|candidate| candidate.inspected.copy_bytes).collect();
+        let needs: Vec<u64> = candidates.iter().map(|candidate| candidate.domain.inspected.copy_bytes).collect();
         // The preflight has read it, too. Without it, each domain is a batch of its own.
         let available = Process::current().and_then(available_to).unwrap_or(0);
         let mut batches = divide(&needs, available).into_iter();

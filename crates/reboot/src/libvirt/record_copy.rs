@@ -66,9 +66,6 @@ mod tests {
             uuid: "863ab25c-2987-4faf-afb3-86947fec2f2e".parse().unwrap(),
             daemon,
             absence: Absence::Stopped,
-            listeners: Vec::new(),
-            forwards: Vec::new(),
-            vnc: None,
             emulator: None,
             capabilities: None,
         };

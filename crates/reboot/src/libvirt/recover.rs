@@ -1,12 +1,6 @@
 //! Ends interrupted replacements of domains' QEMUs.
 //!
-//! | step | the destination lives | it does not |
-//! |---|---|---|
-//! | before the decision | it is ended; the guest continues in the source | the guest continues in the source |
-//! | after the decision | it continues, and libvirt gets the domain | the guest may have run there: memory is lost |
-//!
-//! An administrator may have continued the frozen source after the decision, and resumed the guest in it. Then the
-//! source has the guest if the destination has ended; if both live, the administrator must choose.
+//! [`crate::unprepared`] decides where each guest continues.
 //!
 //! Interrupted replacements share libvirt's daemon. While one of them is between its decision and its new record, a daemon
 //! that is started would connect to its frozen source. So all of them are ended together: first each guest is placed in
@@ -14,18 +8,16 @@
 //!
 //! In each case libvirt's daemon runs at the end. If no QEMU has the guest, libvirt shows the domain as shut off.
 
+use super::DomainError;
 use super::daemon_guard::DaemonGuard;
 use super::give_back::{GivenBack, give_back, settle};
 use super::journal::operation;
 use super::way_back::{Returned, end_without_guest, return_to_source};
-use super::{DomainError, source};
 use crate::error::RebootError;
-use crate::interrupted::{
-    Recovered, SilentQemuPolicy, continue_interrupted, live_qemu_of_generation, restore_priorities, wait_for_answer,
-};
+use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, restore_priorities};
 use crate::parallel::in_threads;
+use crate::unprepared::recover::{GuestPlace, place, resume_destination};
 use crate::vmm::RUN_STATE_TIMEOUT;
-use crate::vmm::recover::live_destination;
 use rekindle_handover::{Destination, Handover, SpawnedStage};
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::DaemonLock;
@@ -128,48 +120,19 @@ impl PlacedGuest {
 /// Places the guest in one of its QEMUs, and makes libvirt's record agree with that.
 fn place_guest(handover: Handover, policy: SilentQemuPolicy) -> Result<PlacedGuest, RebootError> {
     let returned = |returned| PlacedGuest::Returned(Box::new(returned));
-    let step = handover.journal.operation.step;
-    if step < Step::Resume {
-        return return_to_source(handover, policy).map(returned);
+    match place(&handover, policy)? {
+        GuestPlace::Source => return_to_source(handover, policy).map(returned),
+        GuestPlace::Destination(destination) => finish(handover, *destination),
+        GuestPlace::Lost => end_without_guest(handover).map(returned),
     }
-    let running_source = if step == Step::Resume { source::running_again(&handover, policy)? } else { None };
-    match (answering_destination(&handover, policy)?, running_source) {
-        (Some(destination), None) => finish(handover, destination),
-        (Some(Destination { vmm, .. }), Some(source)) => {
-            let name = handover.name().to_owned();
-            Err(DomainError::SourceRuns { name, source_pid: source.pid, destination_pid: vmm.pid }.into())
-        }
-        (None, Some(_)) => return_to_source(handover, policy).map(returned),
-        (None, None) => end_without_guest(handover).map(returned),
-    }
-}
-
-/// Returns the destination, connected. `None` if it has ended, or was killed because of [`SilentQemuPolicy::force`].
-fn answering_destination(
-    handover: &Handover,
-    policy: SilentQemuPolicy,
-) -> Result<Option<Destination<SpawnedStage>>, RebootError> {
-    let generation = handover.journal.operation.generation;
-    if let Some(vmm) = live_qemu_of_generation(&handover.rundir, &handover.state, generation)?
-        && !wait_for_answer(handover.name(), &vmm, policy)?
-    {
-        return Ok(None);
-    }
-    live_destination(handover)
 }
 
 /// Resumes the guest in the destination unless it runs there, and gives the domain back to libvirt.
-fn finish(mut handover: Handover, mut destination: Destination<SpawnedStage>) -> Result<PlacedGuest, RebootError> {
-    match handover.journal.operation.step {
-        Step::Settle => {
-            settle(handover, &destination.vmm, &mut destination.qmp)?;
-            Ok(PlacedGuest::Settled)
-        }
-        Step::GiveBack => Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, destination.vmm, destination.qmp)?))),
-        Step::Prepare | Step::Suspend | Step::Saved | Step::Resume => {
-            let running = destination.wait_for_interrupted_load()?.commit(&mut handover, "resume")?;
-            running.begin_give_back(&mut handover)?;
-            Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, running.vmm, running.qmp)?)))
-        }
+fn finish(mut handover: Handover, destination: Destination<SpawnedStage>) -> Result<PlacedGuest, RebootError> {
+    let (destination, mut qmp) = resume_destination(&mut handover, destination)?;
+    if handover.journal.operation.step == Step::Settle {
+        settle(handover, &destination, &mut qmp)?;
+        return Ok(PlacedGuest::Settled);
     }
+    Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, destination, qmp)?)))
 }

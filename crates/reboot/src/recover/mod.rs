@@ -11,6 +11,7 @@ mod idle;
 
 pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
+use crate::bare;
 use crate::error::{RebootError, with_causes};
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers, restore_priorities};
@@ -43,6 +44,9 @@ use rekindle_vm::status::{Status, status};
 pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovery, RebootError> {
     if is_interrupted(host, name) {
         return recover_domain(host, name, policy);
+    }
+    if bare::is_interrupted(host, name) {
+        return bare::recover(host, name, policy).map(Recovery::of);
     }
     if !RunDir::new(&host.root, name).exists() && is_domain(name) {
         // The recovery of another domain has recovered this one, too.
@@ -117,7 +121,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
             recover_cold(continue_interrupted(&locked_vm, journal))
         }
         // Recovered before, unless it was interrupted only now.
-        Kind::LibvirtReplace => {
+        Kind::LibvirtReplace | Kind::BareReplace => {
             return Err(LifeError::NeedsRecovery {
                 name: name.into(),
                 kind: journal.operation.kind,

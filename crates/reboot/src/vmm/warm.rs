@@ -15,6 +15,7 @@ use rekindle_handover::ram::{Ram, SharedRam};
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_handover::takeover::{TapTakeover, Taps};
+use rekindle_handover::written_disks;
 use rekindle_handover::{
     Destination, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
 };
@@ -284,6 +285,7 @@ fn stop_guest(
     handover: &mut Handover,
     source_qmp: &mut Qmp,
 ) -> Result<u64, RebootError> {
+    written_disks::write_back(replacement.source_qemu.process());
     replacement.hold_run_state()?;
     handover.advance(Step::Suspend)?;
     handover.pass("warm.suspend.journalled");

@@ -150,13 +150,13 @@ Examples:
 Example:
   rekindle detach db")]
     Detach(NameOnly),
-    /// Replace the QEMU process of VMs, or of libvirt's domains, under their running guests.
+    /// Replace the QEMU process of VMs, of libvirt's domains, or of any other QEMU, under their running guests.
     ///
     /// The same as `rekindle reboot vmm`. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
     /// them, and started again; it manages them afterwards as before.
     ///
-    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain: --preview;
-    /// root; no SPICE server, and what `--dry-run` names.
+    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain or with --qmp:
+    /// --preview; root; and what `--dry-run` names.
     ///
     /// On success: each guest runs in a new QEMU.
     ///
@@ -165,7 +165,8 @@ Example:
 Examples:
   rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
   rekindle replace-qemu db --dry-run
-  rekindle replace-qemu --all-libvirt --preview")]
+  rekindle replace-qemu --all-libvirt --preview
+  rekindle replace-qemu mail --qmp /run/mail.qmp --preview")]
     ReplaceQemu(RebootVmm),
     /// Reboot a VM's QEMU, its guest, or this host.
     #[command(subcommand)]

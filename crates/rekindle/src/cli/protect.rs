@@ -107,7 +107,7 @@ pub struct Restore {
     pub qemu: Option<PathBuf>,
     /// Let libvirt run the guest and manage it afterwards, with all memory loaded: of a domain that was attached with
     /// `--libvirt`.
-    #[arg(long, requires = "preview", conflicts_with_all = ["eager", "output_commit", "prepare", "definition", "qemu"])]
+    #[arg(long, requires = "preview", conflicts_with_all = ["output_commit", "prepare", "definition", "qemu"])]
     pub into_libvirt: bool,
     /// libvirt's connection URI [default: libvirt chooses].
     #[arg(long, value_name = "URI", requires = "into_libvirt")]

@@ -94,6 +94,9 @@ pub struct RebootVmm {
     /// Of all domains, those whose QEMU is not the installed one (as `rekindle status` lists them).
     #[arg(long, requires = "all_libvirt", conflicts_with = "qemu")]
     pub outdated: bool,
+    /// The QMP socket of a QEMU that neither Rekindle nor libvirt has started. The name is free to choose.
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["all", "all_libvirt", "rollback", "verify_memory"])]
+    pub qmp: Option<PathBuf>,
     /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
     pub how: RebootMethod,
@@ -106,7 +109,8 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while the guest is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
-    /// Required for a domain of libvirt: a preview, for guests without valuable data. docs/vmm-restart.md has its gaps.
+    /// Required for a domain of libvirt and with --qmp: a preview, for guests without valuable data. docs/vmm-restart.md has
+    /// its gaps.
     #[arg(long)]
     pub preview: bool,
     /// Only show what would be done to each VM and what prevents it; change nothing.

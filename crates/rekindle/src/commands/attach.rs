@@ -5,9 +5,15 @@ use crate::cli::{Attach, NameOnly};
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_life::attach::{self as adoption, Detached};
+use rekindle_protect::pager::wait_filled;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
+use std::time::Duration;
+
+/// How long `detach` waits for a pager that loads the guest's memory.
+const FILL_TIMEOUT: Duration = Duration::from_secs(300);
 
 pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
     let host = Host::open()?;
@@ -30,7 +36,9 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
 
 pub fn detach(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let name = &arguments.name;
-    let detached = adoption::detach(&Host::open()?, name.as_str())?;
+    let host = Host::open()?;
+    wait_filled(&RunDir::new(&host.root, name.as_str()), FILL_TIMEOUT)?;
+    let detached = adoption::detach(&host, name.as_str())?;
     let (running, text) = match detached {
         Detached::Running => (true, "released; its guest continues to run"),
         Detached::Ended => (false, "released; its QEMU had ended"),

@@ -8,6 +8,7 @@ use crate::output::{Output, Usage, chain, duration, exit_status_for};
 use crate::progress::start_spinner;
 use anyhow::Result;
 use rekindle_handover::GuestStatus;
+use rekindle_reboot::bare::{self, BareOptions};
 use rekindle_reboot::error::RebootError;
 use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, Selection, SkippedDomain};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome, VmPlan};
@@ -16,6 +17,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
 use serde::Serialize;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// The JSON result of `rekindle reboot vmm`.
@@ -54,6 +56,9 @@ enum VmResult<'a> {
 
 pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
+    if let Some(socket) = &arguments.qmp {
+        return replace_bare(output, &host, arguments, socket);
+    }
     let selected = select(&host, arguments)?;
     let domain_options = DomainOptions { qemu: arguments.qemu.clone() };
     let options = ReplaceOptions {
@@ -77,6 +82,30 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     print_vmm_outcomes(output, options.how, &outcomes, &skipped, &absences_us)?;
     let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// Replaces the QEMU with the QMP socket `socket`.
+fn replace_bare(output: &Output, host: &Host, arguments: &RebootVmm, socket: &Path) -> Result<ExitCode> {
+    let [name] = &*distinct_names(&arguments.names)? else {
+        return Err(Usage("--qmp: one name, for one QEMU".into()).into());
+    };
+    if !matches!(arguments.how, RebootMethod::Warm) {
+        return Err(Usage("--how is not possible with --qmp".into()).into());
+    }
+    if !arguments.preview && !arguments.dry_run {
+        let problem = "replacing such a QEMU is a preview (docs/vmm-restart.md has its gaps)";
+        return Err(Usage(format!("--qmp: {problem}; if the guest's data has no value, add --preview")).into());
+    }
+    let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone() };
+    if arguments.dry_run {
+        return dry_run::print(output, &[planned_action(vmm::RebootMethod::Warm, bare::plan(host, name, &options))]);
+    }
+    let spinner = start_spinner(output, format!("replacing the QEMU of {name}"));
+    let outcome = bare::replace(host, name, &options);
+    spinner.finish_and_clear();
+    let status = outcome.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0);
+    print_vmm_outcomes(output, vmm::RebootMethod::Warm, &[outcome], &[], &[])?;
+    Ok(ExitCode::from(status))
 }
 
 /// What a command replaces.
@@ -117,15 +146,16 @@ fn plan(
 ) -> Vec<PlannedAction<RebootError>> {
     let plans = vmm::plan(host, &selected.vms, options);
     let plans = plans.into_iter().chain(libvirt::plan_domains(host, &selected.domains, domain_options));
-    let action = |plan: VmPlan| PlannedAction {
-        name: plan.name,
-        action: plan.result.map(|replacement| describe_plan(options.how, &replacement)),
-    };
+    let action = |plan: VmPlan| planned_action(options.how, plan);
     let skip = |SkippedDomain { name, reason }: &SkippedDomain| PlannedAction {
         name: name.clone(),
         action: Ok(format!("skip it: {reason}")),
     };
     plans.map(action).chain(selected.skipped.iter().map(skip)).collect()
+}
+
+fn planned_action(how: vmm::RebootMethod, plan: VmPlan) -> PlannedAction<RebootError> {
+    PlannedAction { name: plan.name, action: plan.result.map(|replacement| describe_plan(how, &replacement)) }
 }
 
 /// Names of domains of libvirt, and of Rekindle's own VMs.

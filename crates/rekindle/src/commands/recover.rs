@@ -22,7 +22,8 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     }
     // The recovery ends the QEMU of these operations, so its memory is not needed.
     let is_memory_discarded = Journal::read(&rundir)?.is_some_and(|journal| {
-        matches!(journal.operation.kind, Kind::Restore | Kind::OsPhase) && journal.operation.step < Step::Resume
+        matches!(journal.operation.kind, Kind::Restore | Kind::LibvirtRestore | Kind::OsPhase)
+            && journal.operation.step < Step::Resume
     });
     if rundir.fill().exists() && !is_memory_discarded {
         // Start the pager first: a QEMU that waits for a missing page answers no QMP command. A second pager ends by

@@ -48,7 +48,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     }
     let restored = run(&host, &arguments.name, &request)?;
     super::helpers::start_helpers(&host, &restored.name);
-    let memory = if restored.filled { "all of its memory is loaded" } else { "its memory is loaded on demand" };
+    let memory = memory_text(restored.filled);
     let text = format!(
         "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {memory}; {}",
         restored.name,
@@ -63,6 +63,10 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn memory_text(is_filled: bool) -> &'static str {
+    if is_filled { "all of its memory is loaded" } else { "its memory is loaded on demand" }
+}
+
 fn into_libvirt(output: &Output, host: &Host, arguments: &Restore, request: &Request) -> Result<ExitCode> {
     let bar = start_progress_bar(output, "writing its memory");
     let mut show_progress = |done, total| {
@@ -72,8 +76,9 @@ fn into_libvirt(output: &Output, host: &Host, arguments: &Restore, request: &Req
     let restored = restore_into_libvirt(host, &arguments.name, request, arguments.connect.clone(), &mut show_progress);
     bar.finish_and_clear();
     let restored = restored?;
+    let memory = memory_text(restored.filled);
     let text = format!(
-        "libvirt runs domain {} after {} from checkpoint {} of {} (QEMU process {}); it is attached as {}",
+        "libvirt runs domain {} after {} from checkpoint {} of {} (QEMU process {}); it is attached as {}; {memory}",
         restored.domain,
         duration(restored.resumed_after_us),
         restored.checkpoint,

@@ -15,7 +15,7 @@ const IMAGES: &str = "/var/lib/libvirt/images";
 /// stopped.
 fn replace_with_a_change(domain: &Domain<'_>, change: impl FnOnce()) -> Output {
     let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
-    command.env("REKINDLE_FAULT", "libvirt.prepare.copied:stop").stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.env("REKINDLE_FAULT", "replace.prepare.copied:stop").stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn().unwrap();
     let process = Process::of(child.id()).unwrap();
     let is_stopped = || {

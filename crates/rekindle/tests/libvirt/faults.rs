@@ -26,28 +26,28 @@ use Outcome::{Destination, ShutOff, Source};
 /// Outcomes for each point if Rekindle, the source, the destination, or libvirt's daemon is killed there. At the first
 /// point there is no destination yet, and while the daemon is stopped there is no daemon to kill.
 const TABLE: &[(&str, [Outcome; 4])] = &[
-    ("libvirt.prepare.journalled", [Source, ShutOff, Destination, Source]),
-    ("libvirt.prepare.spawned", [Source, ShutOff, Source, Source]),
-    ("libvirt.prepare.compared", [Source, ShutOff, Source, Source]),
-    ("libvirt.prepare.copied", [Source, ShutOff, Source, Destination]),
+    ("replace.prepare.journalled", [Source, ShutOff, Destination, Source]),
+    ("replace.prepare.spawned", [Source, ShutOff, Source, Source]),
+    ("replace.prepare.compared", [Source, ShutOff, Source, Source]),
+    ("replace.prepare.copied", [Source, ShutOff, Source, Destination]),
     ("libvirt.daemon.stopping", [Source, ShutOff, Source, Destination]),
     ("libvirt.daemon.stopped", [Source, ShutOff, Source, Destination]),
-    ("libvirt.suspend.journalled", [Source, ShutOff, Source, Destination]),
-    ("libvirt.suspend.stopped", [Source, ShutOff, Source, Destination]),
-    ("libvirt.suspend.taps", [Source, ShutOff, Source, Destination]),
-    ("libvirt.suspend.copied", [Source, Destination, Source, Destination]),
-    ("libvirt.suspend.frozen", [Source, Destination, Source, Destination]),
-    ("libvirt.suspend.loaded", [Source, Destination, Source, Destination]),
-    ("libvirt.resume.journalled", [Destination, Destination, Source, Destination]),
-    ("libvirt.resume.resumed", [Destination, Destination, ShutOff, Destination]),
-    ("libvirt.give-back.frozen", [Destination, Destination, ShutOff, Destination]),
-    ("libvirt.give-back.vnc-passed", [Destination, Destination, ShutOff, Destination]),
+    ("replace.suspend.journalled", [Source, ShutOff, Source, Destination]),
+    ("replace.suspend.stopped", [Source, ShutOff, Source, Destination]),
+    ("replace.suspend.taps", [Source, ShutOff, Source, Destination]),
+    ("replace.suspend.copied", [Source, Destination, Source, Destination]),
+    ("replace.suspend.frozen", [Source, Destination, Source, Destination]),
+    ("replace.suspend.loaded", [Source, Destination, Source, Destination]),
+    ("replace.resume.journalled", [Destination, Destination, Source, Destination]),
+    ("replace.resume.resumed", [Destination, Destination, ShutOff, Destination]),
+    ("replace.give-back.frozen", [Destination, Destination, ShutOff, Destination]),
+    ("replace.give-back.graphics-passed", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.status-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.pid-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.reconnected", [Destination, Destination, ShutOff, Destination]),
-    ("libvirt.settle.journalled", [Destination, Destination, ShutOff, Destination]),
-    ("libvirt.settle.source-gone", [Destination, Destination, ShutOff, Destination]),
+    ("replace.settle.journalled", [Destination, Destination, ShutOff, Destination]),
+    ("replace.settle.source-gone", [Destination, Destination, ShutOff, Destination]),
 ];
 
 /// Threads that walk through the faults, each with a libvirt of its own. A walk waits more than it computes.
@@ -163,7 +163,7 @@ fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<
             return Err(log);
         }
     }
-    if fault.starts_with("libvirt.prepare") && libvirt.daemon().is_none() {
+    if fault.starts_with("replace.prepare") && libvirt.daemon().is_none() {
         // Rekindle had not stopped the daemon yet. An administrator starts it.
         libvirt.start_daemon();
     }

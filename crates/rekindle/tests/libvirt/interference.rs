@@ -38,7 +38,7 @@ impl StoppedReplacement {
 fn kill_at_decision(domain: &Domain<'_>) -> [Process; 2] {
     let source = domain.process();
     let replacement = rekindle(&["replace-qemu", "--preview", &domain.name])
-        .env("REKINDLE_FAULT", "libvirt.resume.journalled:kill")
+        .env("REKINDLE_FAULT", "replace.resume.journalled:kill")
         .output()
         .unwrap();
     let destination = qemus_of(&domain.name).into_iter().find(|qemu| *qemu != source);
@@ -159,7 +159,7 @@ fn the_daemon_is_started_again_although_the_source_hangs() {
     assert_continues(&domain, &boot_id);
 
     // Once the guest may have been stopped, the way back continues a process that was stopped.
-    let replacement = StoppedReplacement::begin(&domain, "libvirt.suspend.journalled");
+    let replacement = StoppedReplacement::begin(&domain, "replace.suspend.journalled");
     source.stop().unwrap();
     assert_exit(&replacement.finish(), 1, "the guest runs as before");
     assert_eq!(qemus_of(&domain.name), [source]);

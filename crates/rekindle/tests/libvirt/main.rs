@@ -9,6 +9,7 @@ mod interference;
 mod page;
 mod protect_page;
 mod several;
+mod spice;
 mod taps;
 mod traffic;
 mod upgrade;

@@ -93,7 +93,7 @@ fn a_domain_that_fails_during_the_absence_continues_in_its_source_and_the_others
     let domains = [&first, &second];
     let boot_ids = domains.map(|domain| domain.ask("boot-id"));
     let sources = domains.map(Domain::process);
-    let fault = format!("libvirt.suspend.copied:kill-new:{}", first.name);
+    let fault = format!("replace.suspend.copied:kill-new:{}", first.name);
     let (output, daemons) = watch_daemon(|| replace_all(&domains, &fault));
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert_eq!(daemons.len(), 2, "{daemons:?}");

@@ -2,12 +2,15 @@
 
 use crate::traffic::{Pings, Stream};
 use crate::{assert_continues, boot, rekindle, text};
+use rekindle_kernel::{descriptor, tap};
 use rekindle_testing::libvirt::{BRIDGE, Domain, DomainOptions, Network, PrivateLibvirt, ip};
 use rekindle_testing::process::descriptors;
 use rekindle_testing::tools::{qemu_new, qemu_newest, qemu_old};
 use rekindle_testing::{DEADLINE, wait_for};
 use rustix::mount::mount_bind;
 use std::fs;
+use std::os::fd::AsFd;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
 /// Returns the interfaces in the bridge, each with its number.
@@ -83,7 +86,7 @@ fn a_guest_that_returns_to_its_qemu_has_its_tap() {
     let (stream, pings) = (Stream::begin(&domain), Pings::begin(&domain));
     // The destination has read the tap when it is killed.
     let arguments = ["replace-qemu", "--preview", &domain.name];
-    let output = rekindle(&arguments).env("REKINDLE_FAULT", "libvirt.suspend.loaded:kill-new").output().unwrap();
+    let output = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.loaded:kill-new").output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert_eq!(domain.process(), source);
     stream.assert_complete();
@@ -91,14 +94,56 @@ fn a_guest_that_returns_to_its_qemu_has_its_tap() {
     assert_continues(&domain, &boot_id);
 }
 
+/// Returns whether each queue of the domain's tap is attached.
+fn attached_queues(domain: &Domain<'_>) -> Vec<bool> {
+    let process = domain.process();
+    let files = descriptors(process.pid).into_iter().filter(|(_, file)| file == "/dev/net/tun");
+    files
+        .map(|(number, _)| {
+            !tap::queue(descriptor::take(process, number.cast_signed()).unwrap().as_fd()).unwrap().is_detached
+        })
+        .collect()
+}
+
+/// Boots a guest with a tap of three queues, of which it uses two.
+fn boot_with_queues<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
+    let network = Network::Tap("<driver name='qemu' queues='3'/>");
+    let domain = libvirt.boot(&DomainOptions { network, both_processors: true, ..DomainOptions::new(name) });
+    assert_eq!(attached_queues(&domain), [true, true, false]);
+    domain
+}
+
 #[test]
-fn a_tap_with_several_queues_is_named() {
+fn connections_over_a_tap_with_several_queues_outlive_two_qemus() {
     let libvirt = PrivateLibvirt::start();
-    let network = Network::Tap("<driver name='qemu' queues='2'/>");
-    let domain = libvirt.create(&DomainOptions { network, ..DomainOptions::new("queues") });
+    let domain = boot_with_queues(&libvirt, "queues");
+    let boot_id = domain.ask("boot-id");
+    for _ in 0..2 {
+        replace_under_traffic(&domain, qemu_new());
+        assert_eq!(attached_queues(&domain), [true, true, false]);
+        assert_eq!(domain.ask("boot-id"), boot_id);
+    }
+}
+
+#[test]
+fn a_guest_that_returns_to_its_qemu_has_all_its_queues() {
+    let libvirt = PrivateLibvirt::start();
+    let domain = boot_with_queues(&libvirt, "queues-returned");
     let source = domain.process();
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
-    assert!(text(&output).contains("several queues"), "{}", text(&output));
-    assert_eq!(domain.process(), source);
+    for fault in ["replace.suspend.taps:kill-new", "replace.suspend.loaded:kill-new"] {
+        let stream = Stream::begin(&domain);
+        let output =
+            rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output));
+        assert_eq!(domain.process(), source);
+        assert_eq!(attached_queues(&domain), [true, true, false], "{fault}");
+        stream.assert_complete();
+    }
+    let arguments = ["replace-qemu", "--preview", &domain.name];
+    let killed = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.taps:kill").output().unwrap();
+    assert_eq!(killed.status.signal(), Some(9), "{}", text(&killed));
+    let recovered = rekindle(&["recover", &domain.name]).output().unwrap();
+    assert!(recovered.status.success(), "{}", text(&recovered));
+    assert_eq!((domain.process(), attached_queues(&domain)), (source, vec![true, true, false]));
+    domain.ask("boot-id");
 }

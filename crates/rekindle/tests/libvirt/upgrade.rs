@@ -16,13 +16,13 @@ const PAGE: &str = "upgrade-libvirt-guests.md";
 const DATA_DIRECTORIES: [&str; 4] = ["share/qemu", "share/seabios", "lib/ipxe", "lib/x86_64-linux-gnu/qemu"];
 
 /// An installed QEMU that can be upgraded, of which libvirt's user can read the files.
-struct InstalledQemu {
+pub(crate) struct InstalledQemu {
     root: PathBuf,
 }
 
 impl InstalledQemu {
     /// Installs the old QEMU.
-    fn old() -> Self {
+    pub(crate) fn old() -> Self {
         let installed = Self { root: PathBuf::from("/var/lib/libvirt/installed") };
         let old = qemu_old().ancestors().nth(2).expect("a tree with bin");
         for directory in DATA_DIRECTORIES.iter().chain(&["bin"]) {
@@ -34,7 +34,7 @@ impl InstalledQemu {
         installed
     }
 
-    fn binary(&self) -> PathBuf {
+    pub(crate) fn binary(&self) -> PathBuf {
         self.root.join("bin/qemu-system-x86_64")
     }
 
@@ -74,7 +74,7 @@ fn the_commands_of_the_page_upgrade_the_qemus_of_all_domains() {
     // Rekindle is killed in the middle. The page has the remedy.
     let [replace] = page.commands_of("4. Replace").try_into().unwrap();
     let arguments: Vec<_> = replace.split(' ').skip(1).collect();
-    let killed = rekindle(&arguments).env("REKINDLE_FAULT", "libvirt.suspend.loaded:kill").output().unwrap();
+    let killed = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.loaded:kill").output().unwrap();
     assert_eq!(killed.status.signal(), Some(9), "{}", text(&killed));
     assert_eq!(libvirt.daemon(), None);
     let [list, recover] = page.commands_of("If something goes wrong").try_into().unwrap();

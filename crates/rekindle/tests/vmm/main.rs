@@ -6,6 +6,7 @@
 mod common;
 
 mod attach;
+mod bare;
 mod bridge;
 mod generation;
 mod helpers;

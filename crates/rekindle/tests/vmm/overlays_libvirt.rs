@@ -7,6 +7,7 @@ use super::attach::protect;
 use super::overlays::{BLOCKS, image_digest, read, write};
 use crate::common::protector::{self, Protector, crash, restore, wait_filled};
 use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
+use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
 use rekindle_vm::fault::{FENCE_POINTS, OVERLAY_POINTS};
@@ -185,6 +186,70 @@ fn memory_and_disks_of_a_restored_domain_agree() {
     restore(guest, &store, &[]);
     assert_both_agree(guest, &newest, "the restored guest's checkpoint");
     guest.rekindle(&["stop", "--now"]).ok();
+}
+
+/// Starts a protector, and waits until it has stopped itself after libvirt has put the overlays, before the pause.
+fn stopped_before_the_pause(attached: &Attached<'_>, store: &Path, arguments: &[&str]) -> (Protector, Process) {
+    let arguments = [&OVERLAYS[..], arguments].concat();
+    let fault = [("REKINDLE_FAULT", "overlay.mark.marked:stop")];
+    let protector = Protector::start_with(&attached.guest, attached.lab, store, &arguments, &fault);
+    let process = Process::of(protector.child.id()).unwrap();
+    wait_for("the protector to stop", DEADLINE, || process.is_stopped().then_some(()));
+    (protector, process)
+}
+
+#[test]
+fn a_checkpoint_has_what_the_guest_has_written_between_the_overlays_and_the_pause() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    let boot = guest.boot_id();
+    write_both(guest, 1);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    write_both(guest, 2);
+    let (mut protector, process) = stopped_before_the_pause(&attached, &store, &["--count", "1"]);
+    guest.ask("write vda 0 8 3");
+    guest.ask("write vdb 8 8 3");
+    let expected = read_both(guest);
+    process.resume().unwrap();
+    protector.wait("checkpoint");
+    assert!(protector.child.wait().unwrap().success());
+    write_both(guest, 4);
+    attached.kill_qemu();
+    for attempt in [5, 6] {
+        restore(guest, &store, &[]);
+        assert_eq!(guest.boot_id(), boot, "attempt {attempt}");
+        assert_both_agree(guest, &expected, &format!("attempt {attempt}"));
+        write_both(guest, attempt);
+        crash(guest);
+    }
+}
+
+#[test]
+fn an_overlay_that_was_put_in_vain_is_used_for_the_checkpoint_after_it() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    let (mut protector, process) = stopped_before_the_pause(&attached, &store, &["--every", "50ms", "--count", "1"]);
+    write_both(guest, 1);
+    let expected = read_both(guest);
+    attached.virsh("suspend", &[]).unwrap();
+    process.resume().unwrap();
+    for _ in 0..5 {
+        let state = protector.wait("waiting")["state"].as_str().unwrap().to_owned();
+        assert!(state.contains("stopped by another program"), "{state}");
+    }
+    attached.virsh("resume", &[]).unwrap();
+    // The protector would stop itself again if libvirt put another one.
+    protector.wait("checkpoint");
+    assert!(protector.child.wait().unwrap().success());
+    write_both(guest, 2);
+    attached.kill_qemu();
+    restore(guest, &store, &[]);
+    assert_both_agree(guest, &expected, "restored");
 }
 
 #[test]

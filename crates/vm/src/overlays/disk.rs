@@ -8,7 +8,7 @@ use crate::fault;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::OverlayDirectory;
-use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, OverlayStep};
+use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, MarkObstacle, OverlayStep};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_qemu::block::BlockError;
@@ -22,6 +22,7 @@ use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use rustix::fs::statvfs;
 use std::fs::{self, File, Permissions};
+use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -36,6 +37,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(600);
 const MIN_MERGE_SPEED: u64 = 64 << 20;
 /// The directory of overlays can be entered by QEMU's user, and read by ours only.
 const DIRECTORY_MODE: u32 = 0o711;
+/// Largest overlay that was put early in vain and is copied in the next pause. A larger one gets another overlay.
+const MAX_HEAD_BYTES: u64 = 8 << 20;
 /// Limit for the steps between two checkpoints, of which there are about eight.
 const MAX_STEPS: usize = 64;
 
@@ -50,6 +53,16 @@ struct Prepared {
     /// The overlay for the next mark, which is durable.
     epoch: u64,
     path: PathBuf,
+    head: Option<Head>,
+}
+
+/// The head of the epoch that the next mark ends.
+#[derive(Debug)]
+struct Head {
+    /// The overlay is on the disk.
+    is_put: bool,
+    /// The file that gets the copy of the overlay.
+    file: File,
 }
 
 /// A disk with overlays.
@@ -271,7 +284,11 @@ impl OverlayDisk {
         self.check_space()?;
         let found = self.found(qmp)?;
         let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
-        let epoch = found.check_mark(self.directory.state()).map_err(not_ready)?;
+        let put_in_vain = self.put_in_vain(&found);
+        let epoch = match put_in_vain {
+            Some(epoch) => epoch,
+            None => found.check_mark(self.directory.state()).map_err(not_ready)?,
+        };
         if !self.directory.state().may_be_marked {
             self.directory.record(|state| state.may_be_marked = true)?;
         }
@@ -282,8 +299,51 @@ impl OverlayDisk {
         let (format, cache, detect_zeroes, bytes) =
             (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
         let path = self.directory.path_of(epoch);
-        self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path });
+        self.directory.remove_useless_heads()?;
+        let head = match self.libvirt {
+            Some(_) => Some(Head { is_put: put_in_vain.is_some(), file: self.create_head(epoch - 1)? }),
+            None => None,
+        };
+        self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path, head });
         Ok(())
+    }
+
+    /// Returns the epoch of an overlay that was put early for a checkpoint that was not taken, and can be used for the next
+    /// one.
+    fn put_in_vain(&self, found: &FoundOverlays) -> Option<u64> {
+        let [.., below, top] = found.chain[..] else { return None };
+        let is_in_vain = self.libvirt.is_some() && below + 1 == top && below > self.directory.state().sealed;
+        let is_full = found.chain.len() >= MAX_OVERLAYS;
+        let is_small = || self.stored_bytes(top) <= MAX_HEAD_BYTES;
+        (is_in_vain && found.merging.is_none() && (is_full || is_small())).then_some(top)
+    }
+
+    fn create_head(&self, epoch: u64) -> Result<File, OverlayDisksError> {
+        let path = self.directory.create_head(epoch)?;
+        File::options().write(true).open(&path).map_err(OverlayDisksError::io(&path))
+    }
+
+    /// Returns whether libvirt has to put the next overlay on the disk.
+    pub fn is_to_be_put_early(&self) -> bool {
+        let head = self.prepared.as_ref().and_then(|prepared| prepared.head.as_ref());
+        self.libvirt.is_some() && head.is_none_or(|head| !head.is_put)
+    }
+
+    /// Notes that the next overlay is on the disk.
+    pub fn note_put_early(&mut self) {
+        if let Some(head) = self.prepared.as_mut().and_then(|prepared| prepared.head.as_mut()) {
+            head.is_put = true;
+        }
+    }
+
+    /// Copies the overlay that was put early. When QEMU stops a guest, it writes everything into the files of its disks.
+    pub fn copy_head(&mut self, _stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
+        let device = self.recorded.device.clone();
+        let not_ready = || OverlayDisksError::NotReady { device, obstacle: MarkObstacle::NotPrepared };
+        let Some(Prepared { path, head, .. }) = self.prepared.as_mut() else { return Err(not_ready()) };
+        let Some(Head { is_put: true, file }) = head else { return Err(not_ready()) };
+        let copied = File::open(&*path).and_then(|mut overlay| io::copy(&mut overlay, file));
+        copied.map(drop).map_err(OverlayDisksError::io(path))
     }
 
     /// Takes all steps until a merge runs. The next overlay is made, too.
@@ -305,11 +365,14 @@ impl OverlayDisk {
 
     /// Returns the rate at which a merge ends before the next checkpoint.
     fn merge_speed(&self, found: &FoundOverlays, up_to: u64, interval: Duration) -> u64 {
-        let stored_bytes =
-            |epoch: &u64| fs::metadata(self.directory.path_of(*epoch)).map_or(0, |file| file.blocks() * 512);
-        let bytes: u64 = found.chain.iter().filter(|epoch| **epoch <= up_to).map(stored_bytes).sum();
+        let bytes: u64 =
+            found.chain.iter().filter(|epoch| **epoch <= up_to).map(|epoch| self.stored_bytes(*epoch)).sum();
         let usable_ms = (interval.as_millis() as u64 * 7 / 10).max(1);
         (bytes.saturating_mul(1000) / usable_ms).max(MIN_MERGE_SPEED)
+    }
+
+    fn stored_bytes(&self, epoch: u64) -> u64 {
+        fs::metadata(self.directory.path_of(epoch)).map_or(0, |file| file.blocks() * 512)
     }
 
     fn take_step(&mut self, qmp: &mut Qmp, step: OverlayStep, speed: u64) -> Result<(), OverlayDisksError> {
@@ -342,6 +405,7 @@ impl OverlayDisk {
             }
             OverlayStep::RaiseFloor { to } => {
                 self.directory.record(|state| state.floor = state.floor.max(to))?;
+                self.directory.remove_useless_heads()?;
                 self.pass("overlay.merge.floor");
                 Ok(())
             }
@@ -476,11 +540,24 @@ impl OverlayDisk {
 
     /// Notes that the prepared overlay is on the disk. Returns the epoch that it has ended.
     pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
-        let Prepared { format, cache, detect_zeroes, bytes, epoch, .. } = self.prepared.take()?;
+        let Prepared { format, cache, detect_zeroes, bytes, epoch, head, .. } = self.prepared.take()?;
         self.created = None;
         let RecordedDisk { device, drive, number, image, directory, target, .. } = self.recorded.clone();
         let id = EpochId { disk: self.directory.state().disk, epoch: epoch - 1 };
-        Some(OverlayEpoch { device, drive, number, image, format, directory, bytes, cache, detect_zeroes, target, id })
+        Some(OverlayEpoch {
+            device,
+            drive,
+            number,
+            image,
+            format,
+            directory,
+            bytes,
+            cache,
+            detect_zeroes,
+            target,
+            has_head: head.is_some(),
+            id,
+        })
     }
 
     pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {

@@ -6,9 +6,13 @@
 //! module drives `rekindle_disk::overlay`, which decides and records, and `rekindle_qemu::block`, which asks QEMU:
 //!
 //! ```text
-//! prepare ──> mark ──> seal ──> (the store's commit) ──> note_commit ──> (merge, in the background) ──> prepare ...
-//! (runs)    (stopped)  (runs)                              (runs)
+//! prepare ──> put_early ──> mark ──> seal ──> (the store's commit) ──> note_commit ──> (merge, in the background) ──> ...
+//!            (runs)      (stopped)  (runs)                              (runs)
 //! ```
+//!
+//! libvirt takes some 10 ms to put an overlay on a disk, which is too long for a pause. So it does that before: `put_early`.
+//! In the pause the overlay has what the guest has written in between, and is copied: the *head* of the checkpoint's disk.
+//! A restore puts a copy of the head on the disk, in place of an empty overlay.
 //!
 //! A process may be killed at any point. The next one calls [`OverlayDisks::adopt`] before it resumes the guest.
 //!
@@ -155,6 +159,9 @@ pub struct OverlayEpoch {
     /// libvirt's name of the disk, if a domain has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
+    /// Whether the directory has a head of the epoch.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_head: bool,
     #[serde(flatten)]
     pub id: EpochId,
 }
@@ -248,36 +255,54 @@ impl OverlayDisks {
         }
     }
 
+    /// Returns whether [`OverlayDisks::put_early`] puts overlays on the disks.
+    #[must_use]
+    pub fn are_put_early(&self) -> bool {
+        self.disks.iter().any(|disk| disk.target().is_some())
+    }
+
+    /// Lets libvirt put the next overlay on each of a domain's disks, while the guest runs. Does nothing for a guest that is
+    /// no domain of libvirt. An overlay without a checkpoint is of no use, so the guest should run.
+    ///
+    /// # Errors
+    /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
+    pub fn put_early(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        let not_put: Vec<&OverlayDisk> = self.disks.iter().filter(|disk| disk.is_to_be_put_early()).collect();
+        if not_put.is_empty() {
+            return Ok(());
+        }
+        let marks: Option<Vec<LibvirtMark<'_>>> = not_put.iter().map(|disk| disk.next_libvirt_mark()).collect();
+        let marks = marks.ok_or_else(not_prepared)?;
+        let put: Vec<&str> = not_put.iter().filter_map(|disk| disk.target()).collect();
+        let own = self.disks.iter().filter_map(OverlayDisk::target).filter(|target| !put.contains(target));
+        let others: Vec<String> = own.map(str::to_owned).chain(self.others.iter().cloned()).collect();
+        self.pass("overlay.mark.prepared");
+        not_put.iter().try_for_each(|disk| disk.fence_top())?;
+        self.pass("overlay.mark.fenced");
+        rekindle_qemu::block::libvirt::mark(qmp, &marks, &others)?;
+        self.pass("overlay.mark.marked");
+        self.disks.iter_mut().for_each(OverlayDisk::note_put_early);
+        Ok(())
+    }
+
     /// Ends the current epoch of all disks, or of none.
     ///
     /// # Errors
     /// If QEMU rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
     pub fn mark(&mut self, stopped: &mut Stopped<'_>) -> Result<Vec<OverlayEpoch>, OverlayDisksError> {
-        if self.disks.iter().any(|disk| disk.target().is_some()) {
-            self.mark_by_libvirt(stopped)?;
+        if self.are_put_early() {
+            self.disks.iter_mut().try_for_each(|disk| disk.copy_head(stopped))?;
+            self.pass("overlay.mark.copied");
             return Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect());
         }
         let marks: Option<Vec<Mark<'_>>> = self.disks.iter().map(OverlayDisk::next_mark).collect();
-        let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
-        let marks = marks.ok_or_else(not_ready)?;
+        let marks = marks.ok_or_else(not_prepared)?;
         if !marks.is_empty() {
             self.pass("overlay.mark.prepared");
             overlay::mark(stopped, &marks)?;
             self.pass("overlay.mark.marked");
         }
         Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
-    }
-
-    fn mark_by_libvirt(&self, stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
-        let marks: Option<Vec<LibvirtMark<'_>>> = self.disks.iter().map(OverlayDisk::next_libvirt_mark).collect();
-        let not_ready = || OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared };
-        let marks = marks.ok_or_else(not_ready)?;
-        self.pass("overlay.mark.prepared");
-        self.disks.iter().try_for_each(OverlayDisk::fence_top)?;
-        self.pass("overlay.mark.fenced");
-        rekindle_qemu::block::libvirt::mark(stopped, &marks, &self.others)?;
-        self.pass("overlay.mark.marked");
-        Ok(())
     }
 
     /// Makes the marked disks durable. Must precede the store's commit.
@@ -353,6 +378,10 @@ impl OverlayDisks {
         }
         Ok(())
     }
+}
+
+fn not_prepared() -> OverlayDisksError {
+    OverlayDisksError::NotReady { device: "a disk".into(), obstacle: MarkObstacle::NotPrepared }
 }
 
 /// Returns the overlay of disk `number` for `epoch`.

@@ -1,4 +1,5 @@
-//! The disks of a checkpoint: base and overlays as at its moment, and a fresh overlay for what the restored guest writes.
+//! The disks of a checkpoint: base and overlays as at its moment, and a fresh overlay for what the restored guest writes,
+//! which starts as a copy of the checkpoint's head if there is one.
 //!
 //! ```text
 //! open (claims, checks) ──> create (the fresh overlays) ──> (QEMU starts, loads) ──> note_resume ──> the guest runs
@@ -22,12 +23,14 @@ use rekindle_disk::redo::files::LocalFiles;
 use rekindle_kernel::file::is_locked;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::graph::BlockGraph;
+use rekindle_qemu::block::overlay::CLUSTER_BYTES;
 use rekindle_qemu::command::{DiskOverlays, OverlayFile};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use uuid::Uuid;
@@ -173,8 +176,23 @@ pub(super) fn write_header(
 ) -> Result<(), OverlayDisksError> {
     let mut command = Command::new(qemu_img);
     // `-u`: the disk below is not opened.
-    command.args(["create", "-q", "-f", "qcow2", "-u", "-o", "lazy_refcounts=on", "-F", format, "-b"]).arg(below);
-    command.arg(path).arg(bytes.to_string()).stdin(Stdio::null());
+    let options = format!("lazy_refcounts=on,extended_l2=on,cluster_size={CLUSTER_BYTES}");
+    command.args(["create", "-q", "-f", "qcow2", "-u", "-o", &options, "-F", format, "-b"]).arg(below);
+    command.arg(path).arg(bytes.to_string());
+    run(command)
+}
+
+/// Changes the name of the file below in the header of the overlay at `path`.
+fn rename_below(qemu_img: &Path, path: &Path, below: &Path, format: &str) -> Result<(), OverlayDisksError> {
+    let mut command = Command::new(qemu_img);
+    // `-u`: the disk below is not opened.
+    command.args(["rebase", "-u", "-f", "qcow2", "-F", format, "-b"]).arg(below).arg(path);
+    run(command)
+}
+
+/// Runs `qemu-img`.
+fn run(mut command: Command) -> Result<(), OverlayDisksError> {
+    command.stdin(Stdio::null());
     let failed = |why: String| OverlayDisksError::Create { why };
     let output = command.output().map_err(|e| failed(format!("cannot be started: {e}")))?;
     if !output.status.success() {
@@ -267,6 +285,9 @@ impl RestoredDisk {
         if state.fence.is_some_and(|fence| fence.is_in_force) {
             check_fence(at, &directory, &below)?;
         }
+        if at.has_head && !directory.has_head(at.id.epoch)? {
+            return Err(no_epoch().into());
+        }
         let fresh = directory.unused_epoch()?;
         Ok(Self { at: at.clone(), directory, below, fresh, is_fresh_needed: false, target: None })
     }
@@ -290,7 +311,15 @@ impl RestoredDisk {
             Some(epoch) => (self.directory.path_of(*epoch), "qcow2"),
             None => (self.at.image.clone(), self.at.format.as_str()),
         };
-        write_header(qemu_img, &path, &below, format, self.at.bytes)?;
+        if self.at.has_head {
+            let head = self.directory.head_path(self.at.id.epoch);
+            let copied = File::open(&head).and_then(|mut head| io::copy(&mut head, &mut File::create(&path)?));
+            copied.map_err(OverlayDisksError::io(&head))?;
+            // What was below it may have been merged since.
+            rename_below(qemu_img, &path, &below, format)?;
+        } else {
+            write_header(qemu_img, &path, &below, format, self.at.bytes)?;
+        }
         Ok(self.directory.make_durable(self.fresh)?)
     }
 

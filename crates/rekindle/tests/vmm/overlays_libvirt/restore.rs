@@ -35,7 +35,7 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
     attached.kill_qemu();
     // A host that has never had the domain.
     attached.virsh("undefine", &[]).unwrap();
-    restore().ok();
+    assert_eq!(restore().ok().json()["filled"], false, "its memory loads on demand");
     assert_eq!(attached.domain.state(), "running");
     assert_eq!(guest.boot_id(), boot);
     assert_both_agree(guest, &first, "restored into libvirt");
@@ -117,7 +117,8 @@ fn what_a_restored_domain_needs_is_named_before_anything_starts() {
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let store = protector::store(&lab, "store");
-    let crash_consistent = ["--disk", "crash-consistent", "--count", "2"];
+    let boot = attached.guest.boot_id();
+    let crash_consistent = ["--disk", "crash-consistent", "--count", "3"];
     protect(&lab, "dom", &store, &crash_consistent);
     attached.kill_qemu();
     let moved = image("elsewhere");
@@ -126,8 +127,12 @@ fn what_a_restored_domain_needs_is_named_before_anything_starts() {
     restore().status(1).prints(&["this host does not have", "the file", "vdb.image"]);
     assert_eq!(attached.domain.state(), "shut off");
     fs::rename(moved, image("vdb")).unwrap();
-    restore().ok();
+    // All memory passes through libvirt.
+    let mut eager = restoring_into_libvirt(&lab, &store);
+    eager.arg("--eager");
+    assert_eq!(lab.finish(eager).ok().json()["filled"], true);
     assert_eq!(attached.domain.state(), "running");
+    assert_eq!(attached.guest.boot_id(), boot);
     lab.rekindle(["restore", "dom", "--into-libvirt", "--store", store.to_str().unwrap()]).status(2);
     attached.guest.rekindle(&["detach"]).ok();
 }

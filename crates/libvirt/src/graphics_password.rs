@@ -1,10 +1,37 @@
-//! The password of a domain's VNC server, which only the status file has: QEMU does not report it.
+//! The passwords of a domain's VNC and SPICE servers, which only the status file has: QEMU does not report them.
 
 use crate::status_file::{StatusFile, StatusFileError};
 use roxmltree::Document;
 use std::fmt;
 
-/// When a VNC password becomes invalid.
+/// A server that shows a domain's screen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Server {
+    Vnc,
+    Spice,
+}
+
+impl Server {
+    /// Returns libvirt's name of it: the value of `type` in `<graphics>`.
+    #[must_use]
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Vnc => "vnc",
+            Self::Spice => "spice",
+        }
+    }
+
+    /// Returns its name in a message.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Vnc => "VNC",
+            Self::Spice => "SPICE",
+        }
+    }
+}
+
+/// When a password becomes invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Expiry {
     Never,
@@ -12,27 +39,27 @@ pub enum Expiry {
     At(u64),
 }
 
-/// A VNC password. Its `Debug` output does not contain it.
+/// The password of a VNC or SPICE server. Its `Debug` output does not contain it.
 #[derive(Clone, PartialEq, Eq)]
-pub struct VncPassword {
+pub struct GraphicsPassword {
     pub text: String,
     pub expiry: Expiry,
 }
 
-impl fmt::Debug for VncPassword {
+impl fmt::Debug for GraphicsPassword {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("VncPassword").field("expiry", &self.expiry).finish_non_exhaustive()
+        f.debug_struct("GraphicsPassword").field("expiry", &self.expiry).finish_non_exhaustive()
     }
 }
 
-impl VncPassword {
-    /// Returns the password that libvirt has recorded for the domain's VNC server. `None` without one; the server may
+impl GraphicsPassword {
+    /// Returns the password that libvirt has recorded for a server of the domain. `None` without one; the server may
     /// have the default password of `qemu.conf` then.
     ///
     /// # Errors
     /// [`StatusFileError::Malformed`].
-    pub fn of(status: &StatusFile) -> Result<Option<Self>, StatusFileError> {
-        parse(status.text()).map_err(|problem| status.malformed(problem))
+    pub fn of(status: &StatusFile, server: Server) -> Result<Option<Self>, StatusFileError> {
+        parse(status.text(), server).map_err(|problem| status.malformed(problem))
     }
 
     /// Returns the expiry in the form of QEMU's `expire_password`. As in libvirt, an empty password expires immediately:
@@ -47,19 +74,19 @@ impl VncPassword {
     }
 }
 
-fn parse(text: &str) -> Result<Option<VncPassword>, String> {
+fn parse(text: &str, server: Server) -> Result<Option<GraphicsPassword>, String> {
     let document = Document::parse(text).map_err(|e| e.to_string())?;
-    let is_vnc = |node: &roxmltree::Node<'_, '_>| {
+    let is_wanted = |node: &roxmltree::Node<'_, '_>| {
         let is_device = node.parent_element().is_some_and(|parent| parent.has_tag_name("devices"));
-        node.has_tag_name("graphics") && node.attribute("type") == Some("vnc") && is_device
+        node.has_tag_name("graphics") && node.attribute("type") == Some(server.kind()) && is_device
     };
-    let Some(server) = document.descendants().find(is_vnc) else { return Ok(None) };
-    let Some(password) = server.attribute("passwd") else { return Ok(None) };
-    let expiry = match server.attribute("passwdValidTo") {
+    let Some(element) = document.descendants().find(is_wanted) else { return Ok(None) };
+    let Some(password) = element.attribute("passwd") else { return Ok(None) };
+    let expiry = match element.attribute("passwdValidTo") {
         None => Expiry::Never,
         Some(time) => Expiry::At(seconds(time).ok_or_else(|| format!("`{time}` is not a time in UTC"))?),
     };
-    Ok(Some(VncPassword { text: password.to_owned(), expiry }))
+    Ok(Some(GraphicsPassword { text: password.to_owned(), expiry }))
 }
 
 /// Returns the seconds since 1970 of a time such as `2030-04-09T15:51:00`, in UTC. A time before 1970 is 0.
@@ -110,15 +137,17 @@ mod tests {
     }
 
     #[test]
-    fn the_password_is_that_of_the_vnc_server_and_is_not_shown() {
+    fn the_password_is_that_of_the_server_and_is_not_shown() {
         let status = |graphics: &str| {
             let text = format!("<domstatus><domain><devices>{graphics}</devices></domain></domstatus>");
-            parse(&text)
+            parse(&text, Server::Vnc)
         };
         assert_eq!(status("<graphics type='spice' passwd='s'/><graphics type='vnc'/>").unwrap(), None);
         let password = status("<graphics type='vnc' passwd='a&amp;b'/>").unwrap().unwrap();
         assert_eq!((password.text.as_str(), password.qemu_expiry().as_str()), ("a&b", "never"));
         assert!(!format!("{password:?}").contains("a&b"));
+        let both = "<domain><devices><graphics type='vnc'/><graphics type='spice' passwd='s'/></devices></domain>";
+        assert_eq!(parse(both, Server::Spice).unwrap().unwrap().text, "s");
         let expiring = "<graphics type='vnc' passwd='a' passwdValidTo='1970-01-02T00:00:00'/>";
         assert_eq!(status(expiring).unwrap().unwrap().qemu_expiry(), "86400");
         assert_eq!(status("<graphics type='vnc' passwd=''/>").unwrap().unwrap().qemu_expiry(), "now");

@@ -1,14 +1,13 @@
-//! The hand-over of one domain while libvirt's daemon is stopped: the guest moves from the source to the destination.
+//! The hand-over: the guest moves from the source to the destination, while no other program can use the source's monitor.
 
-use super::journal::operation;
-use super::prepare::WaitingTaps;
 use super::recheck::Baseline;
-use super::{DomainError, source};
+use super::start::WaitingTaps;
+use super::{UnpreparedError, queues, source};
 use crate::error::RebootError;
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
-use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage, priority};
+use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage, priority, written_disks};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
@@ -19,42 +18,43 @@ use rekindle_vm::journal::Step;
 use rekindle_vm::timeline::Phase;
 use std::time::Duration;
 
-/// How long the source's monitor may take to greet, while libvirt's daemon is stopped.
-const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the destination may take to load the devices, in the pause. It usually takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The guest runs in the destination. The source is stopped.
-pub(super) struct Transferred {
+pub(crate) struct Transferred {
     pub running: Destination<RunningStage<CopiedRam>>,
     pub stopped_host_us: u64,
 }
 
-/// A source that is still the domain's QEMU as it was inspected. Its guest runs, and little of its RAM is left to copy.
-pub(super) struct Approached {
+/// A source that is still the guest's QEMU as it was inspected. Its guest runs, and little of its RAM is left to copy.
+pub(crate) struct Approached {
     qmp: Qmp,
     state: SourceState,
 }
 
-/// Does what must wait until libvirt's daemon is stopped, and can be done while the guest runs: no client can change the
-/// domain any more.
-pub(super) fn approach(
+/// Does what must wait until no other program can use the source's monitor, `source_qmp`, and can be done while the guest runs.
+pub(crate) fn approach(
     handover: &mut Handover,
     baseline: &Baseline,
+    mut source_qmp: Qmp,
     destination: &mut Destination<PreparedStage<CopiedRam>>,
     taps: &mut WaitingTaps,
 ) -> Result<Approached, RebootError> {
-    let libvirt = operation(handover)?.clone();
-    let source = handover.source().cloned().ok_or_else(|| DomainError::Lost { name: handover.name().into() })?;
-    let mut source_qmp = source.connect(MONITOR_TIMEOUT)?;
-    baseline.check_unchanged(&libvirt, &mut source_qmp)?;
+    let lost = || UnpreparedError::Ended { name: handover.name().into() };
+    let source = handover.source().cloned().ok_or_else(lost)?;
+    baseline.check_unchanged(&mut source_qmp)?;
     handover.recorder.step("check the source");
+    written_disks::write_back(source.process());
+    handover.recorder.step("write disks back");
     let ram = &mut destination.stage.ram;
-    ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(DomainError::from)?;
+    ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(UnpreparedError::from)?;
     // Not earlier: every frame that is captured costs time and memory.
     taps.takeover.capture()?;
+    queues::record(handover, &taps.takeover)?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
-    let blocks = GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(DomainError::from)?;
+    let blocks =
+        GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(UnpreparedError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
     // No file: without the source's private RAM, the state of the devices is useless.
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
@@ -65,7 +65,7 @@ pub(super) fn approach(
 }
 
 /// Moves the guest from the source to the destination.
-pub(super) fn hand_over(
+pub(crate) fn hand_over(
     handover: &mut Handover,
     source: Approached,
     mut destination: Destination<PreparedStage<CopiedRam>>,
@@ -73,13 +73,13 @@ pub(super) fn hand_over(
 ) -> Result<Transferred, RebootError> {
     let Approached { qmp: mut source_qmp, state: mut source_state } = source;
     handover.advance(Step::Suspend)?;
-    handover.pass("libvirt.suspend.journalled");
+    handover.pass("replace.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);
     let stopped_host_us = {
         let _boost = priority::boost_stopping_processors(handover.source());
         guest::stop(&mut source_qmp)?
     };
-    handover.pass("libvirt.suspend.stopped");
+    handover.pass("replace.suspend.stopped");
     handover.recorder.step("stop");
     if taps.takeover.has_vhost() {
         check_vhost_stopped(handover.name(), &mut source_qmp)?;
@@ -88,32 +88,32 @@ pub(super) fn hand_over(
     source_state.begin(&mut source_qmp)?;
     // No QEMU runs the guest. When it loads the devices, the destination sets up its taps.
     taps.takeover.give(taps.injector)?;
-    handover.pass("libvirt.suspend.taps");
+    handover.pass("replace.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };
     source_state.send_blocks(&mut sink)?;
     let devices = source_state.send_devices(&mut source_qmp, None)?.bytes;
     handover.recorder.step("save devices");
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
-    let resumed = |_| DomainError::Changed { name: handover.name().into(), what: "its guest was resumed".into() };
+    let resumed = |_| UnpreparedError::Changed { name: handover.name().into(), what: "its guest was resumed".into() };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
-    destination.stage.ram.copy_rest(&mut stopped).map_err(DomainError::from)?;
+    destination.stage.ram.copy_rest(&mut stopped).map_err(UnpreparedError::from)?;
     handover.recorder.step("copy the rest");
     // Not earlier: a destination that loads a virtio device compares its state with the rings in RAM.
     destination.stage.feed.write(&devices)?;
     destination.stage.feed.write(&stream::EMPTY_DESCRIPTION)?;
-    handover.pass("libvirt.suspend.copied");
+    handover.pass("replace.suspend.copied");
     let loading = destination.finish_feed();
     // The source is not needed any more, so it is frozen while the destination loads.
     source::freeze(handover)?;
     handover.recorder.step("freeze");
-    handover.pass("libvirt.suspend.frozen");
+    handover.pass("replace.suspend.frozen");
     let loaded = loading.wait(handover, LOAD_TIMEOUT)?;
     handover.recorder.step("load");
-    handover.pass("libvirt.suspend.loaded");
+    handover.pass("replace.suspend.loaded");
     let running = loaded.commit(handover, "resume")?;
     // The source is frozen, so that it has received all that it will ever receive.
     taps.takeover.send_again(stopped_host_us);
-    handover.pass("libvirt.resume.resumed");
+    handover.pass("replace.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
 }
 
@@ -124,5 +124,5 @@ fn check_vhost_stopped(name: &str, source: &mut Qmp) -> Result<(), RebootError> 
     if served.is_empty() {
         return Ok(());
     }
-    Err(DomainError::VhostRuns { name: name.into(), cards: served.join(", ") }.into())
+    Err(UnpreparedError::VhostRuns { name: name.into(), cards: served.join(", ") }.into())
 }

@@ -1,15 +1,14 @@
 //! The source QEMU of a replacement.
 //!
 //! It is *frozen* (`SIGSTOP`) before the decision for the destination, and remains so until it is ended. So it cannot
-//! run the guest a second time, whatever libvirt's daemon or an administrator sends to its monitor. If the guest returns
+//! run the guest a second time, whatever its manager or an administrator sends to its monitor. If the guest returns
 //! to the source instead, the source continues first.
 
-use super::daemon;
-use super::journal::operation;
 use crate::error::RebootError;
 use crate::interrupted::{SilentQemuPolicy, wait_for_answer};
 use rekindle_handover::Handover;
 use rekindle_kernel::process::Process;
+use rekindle_libvirt::daemon;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
@@ -27,7 +26,7 @@ const RESUMABLE_STATES: [&str; 4] = ["paused", "finish-migrate", "postmigrate", 
 ///
 /// # Errors
 /// [`RebootError::File`]: a thread of it does not stop.
-pub(super) fn freeze(handover: &Handover) -> Result<(), RebootError> {
+pub(crate) fn freeze(handover: &Handover) -> Result<(), RebootError> {
     let Some(source) = handover.live_source() else { return Ok(()) };
     let failed = RebootError::file(&source.directory);
     if source.process().stop_fully(FREEZE_TIMEOUT).map_err(&failed)? || !source.is_alive() {
@@ -41,7 +40,7 @@ pub(super) fn freeze(handover: &Handover) -> Result<(), RebootError> {
 ///
 /// # Errors
 /// [`RebootError`], e.g. because the source does not answer.
-pub(super) fn running_again(handover: &Handover, policy: SilentQemuPolicy) -> Result<Option<Process>, RebootError> {
+pub(crate) fn running_again(handover: &Handover, policy: SilentQemuPolicy) -> Result<Option<Process>, RebootError> {
     let Some(source) = handover.live_source() else { return Ok(None) };
     if !source.process().is_stopped() {
         let Some(mut qmp) = connect(handover, source, policy)? else { return Ok(None) };
@@ -61,7 +60,7 @@ pub(super) fn running_again(handover: &Handover, policy: SilentQemuPolicy) -> Re
 ///
 /// # Errors
 /// [`RebootError`]: the guest is stopped.
-pub(super) fn resume(handover: &Handover, source: &Vmm, policy: SilentQemuPolicy) -> Result<Option<Qmp>, RebootError> {
+pub(crate) fn resume(handover: &Handover, source: &Vmm, policy: SilentQemuPolicy) -> Result<Option<Qmp>, RebootError> {
     let may_be_stopped = handover.journal.operation.step >= Step::Suspend;
     if may_be_stopped {
         source.process().resume().map_err(RebootError::file(&source.directory))?;
@@ -75,7 +74,9 @@ pub(super) fn resume(handover: &Handover, source: &Vmm, policy: SilentQemuPolicy
 
 /// Connects to the source's monitor. `None` if the source has ended.
 fn connect(handover: &Handover, source: &Vmm, policy: SilentQemuPolicy) -> Result<Option<Qmp>, RebootError> {
-    // An administrator may have started it. It holds the monitor, and could resume the guest.
-    daemon::stop(&operation(handover)?.daemon)?;
+    // libvirt's daemon holds the monitor, and could resume the guest. An administrator may have started it.
+    if let Some(libvirt) = &handover.journal.operation.libvirt {
+        daemon::stop(&libvirt.daemon)?;
+    }
     if wait_for_answer(handover.name(), source, policy)? { Ok(Some(source.connect(START_TIMEOUT)?)) } else { Ok(None) }
 }

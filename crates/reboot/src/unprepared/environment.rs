@@ -1,7 +1,7 @@
-//! Where the destination starts: the user, namespaces, cgroups and limits that libvirt has set up for the source, and
+//! Where the destination starts: the user, namespaces, cgroups and limits that its manager has set up for the source, and
 //! the descriptors that the command line names.
 
-use super::preflight::Inspected;
+use super::inspect::Inspected;
 use command_fds::FdMapping;
 use rekindle_handover::copied_ram::CopiedRam;
 use rekindle_handover::takeover::Taps;
@@ -23,22 +23,24 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-/// Where libvirt has the logs of its QEMUs.
-const LOG_DIRECTORY: &str = "/var/log/libvirt/qemu";
 const VHOST_NET: &str = "/dev/vhost-net";
 
-/// The surroundings of a domain's QEMU.
-pub(super) struct LibvirtEnvironment<'a> {
+/// The surroundings of a QEMU that Rekindle did not start.
+pub(crate) struct UnpreparedEnvironment<'a> {
     pub rundir: &'a RunDir,
     pub inspected: &'a Inspected,
     pub ram: &'a CopiedRam,
+    /// Where the source's log is, for error messages; `None` if that is not known.
+    pub log: Option<&'a Path>,
 }
 
-impl Environment for LibvirtEnvironment<'_> {
+impl Environment for UnpreparedEnvironment<'_> {
     fn spawn(&self, generation: u32, _start: Start, taps: Taps) -> Result<Vmm, HandoverError> {
         let failed = |source| HandoverError::File { path: self.rundir.vmm(generation).0, source };
         let directory = self.rundir.create_vmm(generation).map_err(failed)?;
-        link_log(&directory, self.rundir.name()).map_err(failed)?;
+        if let Some(log) = self.log {
+            link_log(&directory, log).map_err(failed)?;
+        }
         let arguments: Vec<OsString> = self.inspected.baseline.line.arguments.iter().map(OsString::from).collect();
         let binary = &self.inspected.binary.path;
         let descriptors = self.descriptors(&directory, taps).map_err(failed)?;
@@ -56,14 +58,14 @@ impl Environment for LibvirtEnvironment<'_> {
     }
 }
 
-impl LibvirtEnvironment<'_> {
+impl UnpreparedEnvironment<'_> {
     /// Opens everything that the destination inherits, besides `taps`.
     fn descriptors(&self, directory: &Directory, taps: Taps) -> io::Result<Vec<FdMapping>> {
         let source = self.inspected.baseline.adopted.process();
         let mut mappings: Vec<_> =
             taps.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         let mut add = |parent_fd: OwnedFd, child_fd: RawFd| mappings.push(FdMapping { parent_fd, child_fd });
-        // Standard output and error are the pipe of libvirt's logger: the domain's log continues.
+        // Standard output and error are the log of the source, for libvirt a pipe of its logger: it continues.
         for number in [1, 2] {
             add(descriptor::take(source, number)?, number);
         }
@@ -102,7 +104,7 @@ impl LibvirtEnvironment<'_> {
     }
 }
 
-/// Opens a vhost device for the destination, as libvirt did for the source.
+/// Opens a vhost device for the destination, as the manager did for the source.
 fn open_vhost_net() -> io::Result<OwnedFd> {
     let opened = OpenOptions::new().read(true).write(true).open(VHOST_NET);
     let remedy = "load the kernel's module: modprobe vhost_net";
@@ -122,30 +124,30 @@ fn monitor_path(directory: &Directory, name: &str) -> PathBuf {
     }
 }
 
-/// Makes the log of the domain the log of the destination, for error messages.
-fn link_log(directory: &Directory, name: &str) -> io::Result<()> {
+/// Makes `source_log` the log of the destination, for error messages.
+fn link_log(directory: &Directory, source_log: &Path) -> io::Result<()> {
     let log = directory.log();
     match fs::remove_file(&log) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
-    symlink(Path::new(LOG_DIRECTORY).join(format!("{name}.log")), log)
+    symlink(source_log, log)
 }
 
 /// A virtual processor, as QEMU reports it.
 #[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Vcpu {
+pub(crate) struct Vcpu {
     pub cpu_index: u32,
     pub thread_id: u32,
 }
 
-pub(super) fn vcpus(qmp: &mut Qmp) -> Result<Vec<Vcpu>, QmpError> {
+pub(crate) fn vcpus(qmp: &mut Qmp) -> Result<Vec<Vcpu>, QmpError> {
     qmp.execute("query-cpus-fast", ())
 }
 
-/// Returns the threads that libvirt places one by one: those of the virtual processors, and I/O threads.
-pub(super) fn placed_threads(qmp: &mut Qmp) -> Result<Vec<RoleThread>, QmpError> {
+/// Returns the threads that a manager may place one by one: those of the virtual processors, and I/O threads.
+pub(crate) fn placed_threads(qmp: &mut Qmp) -> Result<Vec<RoleThread>, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
     struct IoThread {

@@ -1,29 +1,38 @@
 //! Restores a checkpoint of a libvirt domain into libvirt, which runs and manages it afterwards.
 //!
 //! ```text
-//!  prepare  check what the domain needs, make its overlays, own the store, write libvirt's save image
-//!  renew    libvirt starts its QEMU from the image, paused; attach the domain
+//!  prepare  check what the domain needs, make its overlays, own the store
+//!  renew    libvirt starts its QEMU from a save image, paused; attach the domain
 //!  resume   libvirt resumes the guest
 //!  settle   define the domain, or put its definition on the same disks
 //! ```
 //!
-//! libvirt makes the QEMU, its networks, labels and control groups, as in `virsh restore`. All memory is loaded before the
-//! guest runs: unlike in another restore, nothing is loaded on demand, and the image needs room on the disk.
+//! libvirt makes the QEMU, its networks, labels and control groups, as in `virsh restore`. The save image is a pipe without
+//! the guest's memory, which loads on demand as in another restore.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `stream` | what libvirt and its QEMU get, and the registration of the RAM in between |
+//! | `image_pipe` | the pipe |
 //!
 //! Before the journal has the step `resume`, a failure or [`recover`] removes everything. The guest never runs before.
 
-use super::checkpoint::{ChosenCheckpoint, claim_store};
+mod image_pipe;
+mod stream;
+
+use super::checkpoint::{self, ChosenCheckpoint, claim_store};
+use super::on_demand::OnDemandRam;
 use super::recover::Outcome;
-use super::{Request, RestoreError};
+use super::{Request, RestoreError, require_same_processors};
 use crate::error::with_causes;
-use crate::save_image::{SaveImageError, domain_xml, write_domain};
+use crate::save_image::{SaveImageError, domain_xml};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_libvirt::disks::{self, DomainDisk};
 use rekindle_libvirt::portable_xml::{self, Description};
 use rekindle_life::attach::attach_locked;
+use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::foreign::without_overlays;
 use rekindle_qemu::monitor::Monitor;
-use rekindle_store::export::ExportError;
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
 use rekindle_vm::fault;
@@ -38,15 +47,12 @@ use rekindle_vm::slot::IdleSlot;
 use rekindle_vm::state::{Attached, State, format_of};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{self, OpenOptions};
-use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use stream::ImageToLoad;
 
-/// Buffer for the save image.
-const WRITE_BYTES: usize = 1 << 20;
 /// How long libvirt may take to open a connection to the monitor.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of the only QEMU of a restored VM.
@@ -67,15 +73,17 @@ pub struct RestoredIntoLibvirt {
     pub resumed_after_us: u64,
     /// Pid of the QEMU.
     pub pid: u32,
+    /// All of the guest's memory was loaded before the guest was resumed.
+    pub filled: bool,
 }
 
 /// Restores the domain of a checkpoint into libvirt, and attaches it as VM `name`. `connect`: libvirt's connection URI;
-/// without one, libvirt chooses. `progress` gets the bytes of RAM written and in total.
+/// without one, libvirt chooses. `progress` gets the bytes of RAM written and in total, if all of it is written first.
 ///
 /// *Needs:* a checkpoint of a domain that was attached with `--libvirt`; libvirt does not run the domain; its networks,
-/// bridges, disks and QEMU on this host; room for its RAM in the host's directory for saved RAM.
-/// *On success:* libvirt runs the domain and lists it. It defines it if it did not know it. The VM is attached, and this
-/// host owns the store.
+/// bridges, disks and QEMU on this host.
+/// *On success:* libvirt runs the domain and lists it. It defines it if it did not know it. The VM is attached, this host
+/// owns the store, and a pager loads the rest of the memory.
 /// *On failure:* libvirt is as before, and the checkpoint is unchanged. Exception: after the guest was resumed, nothing
 /// is undone; `rekindle recover` finishes.
 pub fn restore_into_libvirt(
@@ -131,7 +139,7 @@ pub fn restore_into_libvirt(
         journal.advance(Step::Resume).map_err(&journal_failed)?;
         Ok(attached)
     });
-    let AttachedDomain { state, checkpoint, taken_us } = match attached {
+    let AttachedDomain { state, checkpoint, taken_us, ram } = match attached {
         Ok(attached) => attached,
         Err(e) => {
             return Err(match undo(host, &rundir, &state, &libvirt, &domain) {
@@ -153,11 +161,16 @@ pub fn restore_into_libvirt(
     resumed.map_err(&may_run)?;
     fault::point("libvirt-restore.resume.resumed", None, None);
     let resumed_after_us = started.elapsed().as_micros() as u64;
+    let filled = ram.is_none();
+    if let Some(mut ram) = ram {
+        ram.hand_over_to_pager(&rundir);
+    }
+    fault::point("libvirt-restore.settle.handed-over", None, None);
     libvirt.define(&domain.uuid).map_err(&may_run)?;
     fault::point("libvirt-restore.settle.defined", None, None);
     journal.close().map_err(|e| may_run(journal_failed(e)))?;
     let (name, domain) = (name.to_string(), description.name);
-    Ok(RestoredIntoLibvirt { name, domain, checkpoint, taken_us, resumed_after_us, pid })
+    Ok(RestoredIntoLibvirt { name, domain, checkpoint, taken_us, resumed_after_us, pid, filled })
 }
 
 /// Finishes a restore into libvirt if its guest may have run; otherwise undoes it.
@@ -322,7 +335,7 @@ struct Restore<'a> {
     rundir: &'a RunDir,
     libvirt: &'a Libvirt,
     domain: &'a RestoredDomain,
-    /// The save image.
+    /// Path of the save image.
     image_path: &'a Path,
 }
 
@@ -331,6 +344,8 @@ struct AttachedDomain {
     state: State,
     checkpoint: u64,
     taken_us: u64,
+    /// `None`: all memory is loaded.
+    ram: Option<OnDemandRam>,
 }
 
 impl Restore<'_> {
@@ -343,7 +358,7 @@ impl Restore<'_> {
         xml: &str,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<AttachedDomain, RestoreError> {
-        let machine = chosen.recipe.hardware.machine.clone();
+        let hardware = chosen.recipe.hardware.clone();
         overlays.create(self.rundir, &chosen.recipe.definition.qemu)?;
         fault::point("libvirt-restore.prepare.overlays", None, None);
         let info = chosen.image.info();
@@ -353,16 +368,26 @@ impl Restore<'_> {
             return Err(RestoreError::Newer { name: self.name.to_string(), newest });
         }
         fault::point("libvirt-restore.prepare.owned", None, None);
-        self.write_image(&chosen, xml, &machine, progress)?;
-        fault::point("libvirt-restore.prepare.written", None, None);
-        let loaded = self.libvirt.connection.restore_paused(&self.image_path.to_string_lossy());
-        loaded.map_err(|e| self.libvirt.failed(e))?;
+        let image = ImageToLoad {
+            path: self.image_path,
+            domain: &self.libvirt.domain,
+            xml,
+            machine: &hardware.machine,
+            input: &Arc::new(checkpoint::read(chosen)?),
+            eager: request.eager,
+        };
+        let mut ram = image.load(&self.libvirt.connection, progress)?;
         fault::point("libvirt-restore.renew.loaded", None, None);
-        fs::remove_file(self.image_path).map_err(path_error(self.image_path))?;
         let RestoredDomain { uuid, connect } = self.domain.clone();
         let mut state = attach_locked(self.host, self.rundir, self.name, Monitor::Libvirt { domain: uuid, connect })?;
         if let Some(vmm) = &state.vmm {
-            overlays.locate(&mut vmm.connect(MONITOR_TIMEOUT)?)?;
+            let mut qmp = vmm.connect(MONITOR_TIMEOUT)?;
+            require_same_processors(&mut qmp, &hardware, checkpoint)?;
+            if let Some(ram) = &mut ram {
+                ram.verify(GuestRam::of(&mut qmp, vmm.process())?)?;
+                ram.record_fill(self.rundir, vmm, &request.store, request.identity.as_ref())?;
+            }
+            overlays.locate(&mut qmp)?;
             overlays.note_resume(self.rundir, vmm)?;
         }
         // The next checkpoints merge the overlays on which libvirt has started the domain.
@@ -371,30 +396,7 @@ impl Restore<'_> {
         }
         state.write(self.rundir).map_err(file_error(self.rundir, "state.json"))?;
         fault::point("libvirt-restore.renew.attached", None, None);
-        Ok(AttachedDomain { state, checkpoint, taken_us })
-    }
-
-    fn write_image(
-        &self,
-        chosen: &ChosenCheckpoint,
-        xml: &str,
-        machine: &str,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(), RestoreError> {
-        let failed = path_error(self.image_path);
-        if let Some(directory) = self.image_path.parent() {
-            fs::create_dir_all(directory).map_err(&failed)?;
-        }
-        // An interrupted restore may have left one.
-        let mut options = OpenOptions::new();
-        let file =
-            options.write(true).create(true).truncate(true).mode(0o600).open(self.image_path).map_err(&failed)?;
-        let mut out = BufWriter::with_capacity(WRITE_BYTES, file);
-        match write_domain(&chosen.image, xml, machine, &mut out, progress) {
-            Err(SaveImageError::Export(ExportError::Write(e))) => Err(failed(e)),
-            written => written.map(drop).map_err(RestoreError::from),
-        }?;
-        out.flush().map_err(failed)
+        Ok(AttachedDomain { state, checkpoint, taken_us, ram })
     }
 }
 

@@ -9,12 +9,12 @@ use rekindle_vm::journal::ForwardedPort;
 const MARK: &str = "[HOST_FORWARD]";
 
 /// Returns the forwarded ports; an error names one that cannot be added to another QEMU.
-pub(super) fn list(qmp: &mut Qmp) -> Result<Result<Vec<ForwardedPort>, String>, QmpError> {
+pub(crate) fn list(qmp: &mut Qmp) -> Result<Result<Vec<ForwardedPort>, String>, QmpError> {
     Ok(parse(&qmp.human("info usernet")?))
 }
 
 /// Adds forwarded ports. Those that are there already stay.
-pub(super) fn add(qmp: &mut Qmp, ports: &[ForwardedPort]) -> Result<(), QmpError> {
+pub(crate) fn add(qmp: &mut Qmp, ports: &[ForwardedPort]) -> Result<(), QmpError> {
     let present = list(qmp)?.unwrap_or_default();
     for port in ports.iter().filter(|port| !present.contains(port)) {
         let ForwardedPort { network, rule } = port;

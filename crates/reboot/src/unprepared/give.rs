@@ -1,0 +1,68 @@
+//! What the destination gets when the source is frozen: the listening sockets, also those of its VNC and SPICE servers. And
+//! the end of the source.
+
+use super::{forwards, passed, source, spice, vnc};
+use crate::error::RebootError;
+use rekindle_handover::{Handover, HandoverError};
+use rekindle_kernel::descriptor;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::process::Process;
+use rekindle_libvirt::graphics_password::GraphicsPassword;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::set_capabilities;
+use rekindle_qemu::vmm::{Vmm, log_tail};
+use rekindle_vm::journal::Step;
+use std::path::Path;
+
+/// Passwords that QEMU does not report, and its manager has recorded.
+#[derive(Debug, Default)]
+pub(crate) struct Passwords {
+    pub vnc: Option<GraphicsPassword>,
+    pub spice: Option<GraphicsPassword>,
+}
+
+/// Freezes the source, and gives the destination its listening sockets. Can be repeated.
+///
+/// # Errors
+/// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
+pub(crate) fn give(
+    handover: &Handover,
+    destination: Process,
+    qmp: &mut Qmp,
+    passwords: &Passwords,
+) -> Result<(), RebootError> {
+    let passed = passed(handover)?;
+    source::freeze(handover)?;
+    handover.pass("replace.give-back.frozen");
+    // In the place of the destination's stand-ins: two QEMUs that accept connections of one socket would steal each
+    // other's clients.
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
+    let injector = Injector::new(destination).map_err(|e| untraceable(e.into()))?;
+    let pairs: Vec<_> = passed.listeners.iter().map(|listener| (listener.spare, listener.destination)).collect();
+    descriptor::replace(injector, &pairs).map_err(untraceable)?;
+    vnc::pass(handover.name(), passed, passwords.vnc.as_ref(), destination, qmp)?;
+    spice::pass(handover.name(), passed, passwords.spice.as_ref(), destination, qmp)?;
+    handover.pass("replace.give-back.graphics-passed");
+    // The guest's manager does not know these capabilities, and its own migrations must not use them.
+    set_capabilities(qmp, &[("x-ignore-shared", false), ("late-block-activate", false)])?;
+    Ok(())
+}
+
+/// Ends the source. The guest's manager has the destination. Can be repeated.
+///
+/// # Errors
+/// [`RebootError`]: the guest runs, unless the destination has ended; `rekindle recover` repeats this.
+pub(crate) fn end_source(handover: &mut Handover, destination: &Vmm, qmp: &mut Qmp) -> Result<(), RebootError> {
+    if !destination.is_alive() {
+        let log = log_tail(&destination.directory(), 10);
+        return Err(HandoverError::DiedRunning { name: handover.name().into(), log }.into());
+    }
+    handover.advance(Step::Settle)?;
+    handover.pass("replace.settle.journalled");
+    if let Some(source) = handover.live_source() {
+        source.kill().map_err(handover.file_error("qemu"))?;
+    }
+    handover.pass("replace.settle.source-gone");
+    forwards::add(qmp, &passed(handover)?.forwards)?;
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! Errors of replacing the QEMU of a guest that Rekindle did not start.
+
+use rekindle_handover::copied_ram::CopyError;
+use rekindle_kernel::surroundings::EnvironmentError;
+use rekindle_qemu::adopt::AdoptError;
+
+/// Why the QEMU of a guest that Rekindle did not start cannot be replaced.
+#[derive(Debug, thiserror::Error)]
+pub enum UnpreparedError {
+    #[error("{name} has changed while its replacement was prepared: {what}; try again")]
+    Changed { name: String, what: String },
+    #[error("{name}: the host's kernel still serves the network cards of the stopped guest (vhost-net: {cards})")]
+    VhostRuns { name: String, cards: String },
+    #[error("{name} has shut down, or its QEMU has ended, before it was handed over")]
+    Ended { name: String },
+    #[error(
+        "{name}: the previous QEMU (process {source_pid}) runs the guest again, although the guest was handed over to \
+         another QEMU (process {destination_pid}); both were left as they are. Only one of them may continue: end the \
+         other with kill -KILL, then: rekindle recover {name}"
+    )]
+    SourceRuns { name: String, source_pid: u32, destination_pid: u32 },
+    #[error(
+        "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; start the guest as usual"
+    )]
+    Lost { name: String },
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(transparent)]
+    Adopt(#[from] AdoptError),
+}
+
+impl UnpreparedError {
+    /// Returns whether `rekindle recover` must finish the operation.
+    pub(crate) fn needs_recovery(&self) -> bool {
+        matches!(self, Self::SourceRuns { .. })
+    }
+}
