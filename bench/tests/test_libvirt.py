@@ -19,10 +19,15 @@ from rekindle_bench.libvirt.rows import (
     AGAIN,
     ATTACHED,
     FIRST,
+    INTO_LIBVIRT,
     MANAGEDSAVE,
+    OVERLAYS,
     OWN,
+    RAM_ONLY,
     REPLACED,
     REPLACED_DOMAIN,
+    RESTORED_DOMAIN,
+    UNPROTECTED,
     UNTOUCHED,
     Row,
 )
@@ -38,6 +43,12 @@ ATTACHED_MS, REPLACED_MS, PAUSE_MS = 6.0, 4.2, 4.0
 AWAY_S, LONGEST_S, REPORTED_S = 2.5, 0.5, 2.2
 DOMAINS = 10
 ROUNDS = 5
+# Cases `losses`, `overlays`, `epochs` and `restored`.
+VERSIONS = ("10.0", "11.1")
+ANSWERED = 40
+OVERLAYS_MS, WRITES_PER_S = 2.5, {UNPROTECTED: 1200.0, RAM_ONLY: 1000.0, OVERLAYS: 900.0}
+EPOCHS, PASSES = 50, 7
+RESTORE_S = 1.25
 
 write = partial(write_rows, rows)
 
@@ -64,6 +75,28 @@ def tried(how, operation, round_number, failure=""):
     return row
 
 
+def with_disks_or_clients(lost_requests=0, lost_sessions=0, wrong=0):
+    """Returns rows of the cases `losses`, `overlays`, `epochs` and `restored`."""
+    guest = {"memory_mib": 2048, "guests": 1, "vm": "a"}
+    made = []
+    for number in range(ROUNDS):
+        losses = {"answered": ANSWERED, "failed": lost_requests if number == 1 else 0, "sessions": 2}
+        losses |= {"lost_sessions": lost_sessions if number > 2 else 0, "to_version": VERSIONS[number % 2]}
+        made.append(replaced("losses", FIRST, number, 95.0, **losses))
+        for how, writes in WRITES_PER_S.items():
+            made.append(Row(case="overlays", how=how, round=number, writes_per_s=writes + number, **guest))
+        for how, ms in ((RAM_ONLY, 0.0), (OVERLAYS, OVERLAYS_MS)):
+            pause_us = {"disks_us": int(ms * 1000) + number, "stopped_us": 94_000}
+            made.append(Row(case="overlays", how=how, round=number, number=number, **pause_us, **guest))
+        restored = {"how": INTO_LIBVIRT, "command_us": int(RESTORE_S * 1e6) + number, "worked": number > 0}
+        made.append(Row(case="restored", round=number, **restored, **guest))
+        made.append(Row(case="restored", round=number, **{**restored, "command_us": 1}, **{**guest, "memory_mib": 512}))
+    return [
+        *made,
+        Row(case="epochs", how=OVERLAYS, round=0, number=EPOCHS, passes=PASSES, wrong=wrong, **guest),
+    ]
+
+
 def made_up(away_s=AWAY_S):
     made = []
     for number in range(ROUNDS):
@@ -86,6 +119,7 @@ def made_up(away_s=AWAY_S):
         for how, ms in ((ATTACHED, ATTACHED_MS), (OWN, PAUSE_MS), (REPLACED, REPLACED_MS)):
             made.append(replaced("pause", how, number, ms, mib=512, dirty_bytes=2**21))
             made.append(replaced("pause", how, number, 10 * ms, mib=2048, dirty_bytes=2**22))
+    made += with_disks_or_clients()
     made += [tried(how, "dump", 0) for how in (UNTOUCHED, REPLACED_DOMAIN)]
     # The domain of case `again` is replaced for the first time before the turns.
     return [*made, replaced("again", FIRST, 0, 96.0)]
@@ -116,13 +150,56 @@ def test_known_rows_give_known_figures(tmp_path):
     assert pauses[1].met and not figures_of(tmp_path, made_up(away_s=3.1))[0]["libvirt_daemon_away"].met
 
 
+def test_known_rows_of_disks_and_clients_give_known_figures(tmp_path):
+    """The peer of overlays are checkpoints of the RAM alone, not an unprotected guest; a failed restore is counted."""
+    figures, _ = figures_of(tmp_path, with_disks_or_clients())
+    known = {name: figure.as_json() for name, figure in figures.items()}
+    losses = {
+        "value": 0,
+        "replacements": ROUNDS,
+        "versions": len(VERSIONS),
+        "requests": ROUNDS * ANSWERED,
+        "sessions": 2,
+    }
+    assert known["libvirt_losses"] | losses == known["libvirt_losses"] and known["libvirt_losses"]["met"]
+    pause = known["overlay_pause"]
+    assert (pause["value"], pause["unit"], pause["n"]) == (OVERLAYS_MS + 0.002, "ms", ROUNDS)
+    cost = known["overlay_write_cost"]
+    assert cost["ratio_of"] == {"ours": WRITES_PER_S[OVERLAYS] + 2, "peer": WRITES_PER_S[RAM_ONLY] + 2} and cost["met"]
+    assert cost["ratio_of_unit"] == "writes/s"
+    wrong = known["overlay_wrong"]
+    assert (wrong["value"], wrong["checkpoints"], wrong["verified_passes"], wrong["met"]) == (0, EPOCHS, PASSES, True)
+    restore = known["libvirt_restore"]
+    assert (restore["value"], restore["n"], restore["failed"]) == (RESTORE_S, ROUNDS, 1)
+
+
+def test_what_is_lost_or_wrong_is_counted_once(tmp_path):
+    """A lost session is in the row of every later replacement, a lost request in its own."""
+    figures, _ = figures_of(tmp_path, with_disks_or_clients(lost_requests=3, lost_sessions=1, wrong=2))
+    losses, wrong = figures["libvirt_losses"].as_json(), figures["overlay_wrong"].as_json()
+    assert (losses["value"], losses["lost_requests"], losses["lost_sessions"], losses["met"]) == (4, 3, 1, False)
+    assert losses["requests"] == ROUNDS * ANSWERED + 3
+    assert (wrong["value"], wrong["met"]) == (2, False)
+
+
 def test_figures_without_rows_are_reported(tmp_path):
     """A run of one case has the figures of that case."""
     figures, absent = figures_of(tmp_path, [row for row in made_up() if row.case == "first"])
     assert set(figures) == {"libvirt_replace_stopped"}
     text = "\n".join(absent)
-    for name in ("replace_again", "vs_managedsave", "daemon_away", "pause", "pause_replaced", "works_after"):
+    for name in (
+        "replace_again",
+        "vs_managedsave",
+        "daemon_away",
+        "pause",
+        "pause_replaced",
+        "works_after",
+        "losses",
+        "restore",
+    ):
         assert f"figure libvirt_{name}: no rows" in text
+    for name in ("pause", "write_cost", "wrong"):
+        assert f"figure overlay_{name}: no rows" in text
 
 
 def test_an_operation_counts_if_it_works_without_a_replacement(tmp_path):
@@ -133,12 +210,16 @@ def test_an_operation_counts_if_it_works_without_a_replacement(tmp_path):
         *(tried(UNTOUCHED, "reset", number) for number in range(2)),
         tried(REPLACED_DOMAIN, "reset", 0),
         tried(REPLACED_DOMAIN, "reset", 1, "no answer"),
+        tried(RESTORED_DOMAIN, "reset", 0),
+        tried(RESTORED_DOMAIN, "dump", 0),
     ]
     figure = figures_of(tmp_path, made)[0]["libvirt_works_after"].as_json()
-    assert (figure["value"], figure["met"]) == (0.5, False)
+    assert (figure["value"], figure["met"]) == (0.75, False)  # dump on both, reset on one
     assert (figure["operations"], figure["fail_without_a_replacement"]) == (3, 1)
     table = {line["operation"]: line for line in analysis.operations(write(tmp_path / "r.csv", made))}
-    assert table["reset"] == {"operation": "reset", UNTOUCHED: "works", REPLACED_DOMAIN: "no answer"}
+    ways = {UNTOUCHED: "works", REPLACED_DOMAIN: "no answer", RESTORED_DOMAIN: "works"}
+    assert table["reset"] == {"operation": "reset"} | ways
+    assert RESTORED_DOMAIN not in table["backup"]
     assert table["dump"][REPLACED_DOMAIN] == "works"
 
 
@@ -155,6 +236,11 @@ def test_the_tables_have_every_way(tmp_path):
     assert not any("copy memory ms" in line for line in stops.values())
     absences = {line["how"]: line for line in analysis.absences(frame)}
     assert (absences[FIRST]["n"], absences[AGAIN]["n"], absences[AGAIN]["away s"]) == (1, ROUNDS - 1, AWAY_S)
+    disks = {line["how"]: line for line in analysis.disks(frame)}
+    assert disks[UNPROTECTED]["writes per s"] == WRITES_PER_S[UNPROTECTED] + 2
+    assert (disks[UNPROTECTED]["pauses"], disks[OVERLAYS]["pauses"]) == (0, ROUNDS)
+    restores = {line["domain"]: line for line in analysis.restores(frame)}
+    assert (restores["512M"]["n"], restores["2G"]["failed"]) == (ROUNDS, 1)
     pauses = {(line["guest"], line["how"]): line for line in analysis.pauses(frame)}
     assert pauses["512M", ATTACHED]["dirty MiB"] == 2 and pauses["2G", ATTACHED]["dirty MiB"] == 4
 

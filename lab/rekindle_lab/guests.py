@@ -176,6 +176,12 @@ class Guest:
                 reply += data
             return reply.decode().strip()
 
+    def ssh_command(self, command: str) -> list[str]:
+        """Returns the ssh command that runs `command` in a Debian guest."""
+        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+        options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
+        return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+
     def wait_ready(self, deadline: float = READY_DEADLINE_S) -> None:
         """Waits until the guest's services answer, touched memory included, for at most `deadline` seconds."""
         end = time.monotonic() + deadline

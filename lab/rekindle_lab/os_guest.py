@@ -95,12 +95,6 @@ class OsGuest(Guest):
         path.write_text(self.definition(qemu))
         return path
 
-    def ssh_command(self, command: str) -> list[str]:
-        """Returns the ssh command that runs `command` in the guest."""
-        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
-        options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
-        return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
-
     def ssh(self, command: str, given: bytes = b"") -> str:
         """Runs a command in the guest, with `given` as its input, and returns its output."""
         words = self.ssh_command(command)

@@ -13,7 +13,19 @@ from rekindle_bench.rows import matching, median_or_none, milliseconds, pick, se
 from rekindle_lab.guests import size
 from rekindle_lab.stats import median, p95
 
-from .rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, REPLACED_DOMAIN, UNTOUCHED
+from .rows import (
+    AGAIN,
+    ATTACHED,
+    FIRST,
+    MANAGEDSAVE,
+    OVERLAYS,
+    OWN,
+    RAM_ONLY,
+    REPLACED,
+    REPLACED_DOMAIN,
+    RESTORED_DOMAIN,
+    UNTOUCHED,
+)
 
 HEADLINE_MIB = 2048
 """RAM of the domains whose replacement is a figure."""
@@ -29,6 +41,9 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     _replacements(frame, findings)
     _daemon_away(frame, findings)
     _pauses(frame, findings)
+    _losses(frame, findings)
+    _overlays(frame, findings)
+    _restored(frame, findings)
     _works(frame, findings)
     return findings
 
@@ -94,24 +109,113 @@ def _pauses(frame: pd.DataFrame, findings: Findings) -> None:
         findings.add_ratio(name, bar, ours=pauses_ms(how), peer=pauses_ms(OWN), with_peer=False)
 
 
+def _losses(frame: pd.DataFrame, findings: Findings) -> None:
+    """Counts the requests and sessions that were lost over all replacements with clients."""
+    rows = matching(frame, case="losses")
+    if rows.empty:
+        findings.report_missing("libvirt_losses")
+        return
+    failed, sessions = sum(pick(rows, "failed")), max(pick(rows, "lost_sessions"))
+    extra = {
+        "replacements": len(rows),
+        "versions": len(set(rows["to_version"])),
+        "requests": sum(pick(rows, "answered")) + failed,
+        "lost_requests": failed,
+        "sessions": max(pick(rows, "sessions")),
+        "lost_sessions": sessions,
+    }
+    findings.add("libvirt_losses", [failed + sessions], "", Bar(0.0), extra=extra)
+
+
+def _overlays(frame: pd.DataFrame, findings: Findings) -> None:
+    """Computes what overlays cost in the pause and in the guest's writes, and counts wrong blocks."""
+    disks_ms = milliseconds(pick(frame, "disks_us", case="overlays", how=OVERLAYS))
+    if disks_ms:
+        findings.add("overlay_pause", disks_ms, "ms", Bar(3.0))
+    else:
+        findings.report_missing("overlay_pause")
+
+    def writes(how: str) -> Sample:
+        return Sample(how, pick(frame, "writes_per_s", case="overlays", how=how))
+
+    findings.add_ratio(
+        "overlay_write_cost",
+        Bar(0.85, ">="),
+        ours=writes(OVERLAYS),
+        peer=writes(RAM_ONLY),
+        unit="writes/s",
+        with_peer=False,
+    )
+    rows = matching(frame, case="epochs")
+    if rows.empty:
+        findings.report_missing("overlay_wrong")
+        return
+    extra = {"checkpoints": sum(pick(rows, "number")), "verified_passes": sum(pick(rows, "passes"))}
+    findings.add("overlay_wrong", [sum(pick(rows, "wrong"))], "", Bar(0.0), extra=extra)
+
+
+def _restored(frame: pd.DataFrame, findings: Findings) -> None:
+    """Computes the time from the command until the guest runs and libvirt lists it."""
+    rows = matching(frame, case="restored", memory_mib=HEADLINE_MIB)
+    command_s = seconds(pick(rows, "command_us"))
+    if not command_s:
+        findings.report_missing("libvirt_restore")
+        return
+    findings.add("libvirt_restore", command_s, "s", Bar(1.5), extra={"failed": len(matching(rows, worked=False))})
+
+
+def restores(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists the restores into libvirt by size."""
+    return [
+        {
+            "domain": size(int(mib)),
+            "n": len(rows),
+            "command s": median_or_none(seconds(pick(rows, "command_us"))),
+            "failed": len(matching(rows, worked=False)),
+        }
+        for mib, rows in matching(frame, case="restored").groupby("memory_mib", sort=True)
+    ]
+
+
+def disks(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists pauses and the guest's writes without and with overlays."""
+    lines: list[dict[str, object]] = []
+    for how, rows in matching(frame, case="overlays").groupby("how", sort=False):
+        stopped_ms, disks_ms = milliseconds(pick(rows, "stopped_us")), milliseconds(pick(rows, "disks_us"))
+        writes = pick(rows, "writes_per_s")
+        lines.append(
+            {
+                "how": how,
+                "writes per s": median_or_none(writes),
+                "n": len(writes),
+                "pause ms": median_or_none(stopped_ms),
+                "of it for the disks ms": median_or_none(disks_ms),
+                "pauses": len(stopped_ms),
+            }
+        )
+    return lines
+
+
 def _works(frame: pd.DataFrame, findings: Findings) -> None:
-    """Counts the operations of libvirt that work on a replaced domain in every round, of those that work without."""
+    """Counts operations on replaced and restored domains that always work, of those that work on untouched ones."""
     tried = operations(frame)
-    sound = [line for line in tried if line[UNTOUCHED] == "works"]
+    sound = [line for line in tried if line.get(UNTOUCHED) == "works"]
     if not sound:
         findings.report_missing("libvirt_works_after")
         return
-    works = [float(line[REPLACED_DOMAIN] == "works") for line in sound]
+    works = [float(line[how] == "works") for line in sound for how in (REPLACED_DOMAIN, RESTORED_DOMAIN) if how in line]
     extra = {"operations": len(tried), "fail_without_a_replacement": len(tried) - len(sound)}
     findings.add("libvirt_works_after", [sum(works) / len(works)], "", Bar(1.0, ">="), extra=extra)
 
 
 def operations(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists libvirt's operations: whether each works in every round without and with a replacement, or else why not."""
+    """Lists libvirt's operations: whether each works in every round on each kind of domain, or else why not."""
     lines: list[dict[str, object]] = []
     for name, rows in matching(frame, case="works").groupby("operation", sort=False):
         line: dict[str, object] = {"operation": name}
-        for how in (UNTOUCHED, REPLACED_DOMAIN):
+        for how in (UNTOUCHED, REPLACED_DOMAIN, RESTORED_DOMAIN):
+            if matching(rows, how=how).empty:
+                continue
             failures = [failure or "" for failure in matching(rows, how=how, worked=False)["failure"]]
             line[how] = failures[0] if failures else "works"
         lines.append(line)

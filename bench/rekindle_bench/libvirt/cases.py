@@ -12,8 +12,11 @@ from rekindle_lab.protector import protected
 from rekindle_lab.rekindle import Rekindle
 
 from .domains import IMAGE, LOAD_MB, Domain, LibvirtEnvironment, absences_us, loaded, replaced, reported_away_us, timed
+from .losses import losses
 from .operations import works
+from .overlays import epochs, overlays
 from .plan import Checkpoints, Plan
+from .restored import restored
 from .rows import AGAIN, ATTACHED, FIRST, MANAGEDSAVE, OWN, REPLACED, Row
 
 EVERY = "1s"
@@ -162,5 +165,9 @@ CASES: dict[str, Callable[[LibvirtEnvironment, Plan], None]] = {
     "managedsave": managedsave,
     "away": away,
     "pause": pause,
+    "losses": losses,
+    "overlays": overlays,
+    "epochs": epochs,
+    "restored": restored,
     "works": works,
 }

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rekindle_bench.environment import Environment, Setup
@@ -40,6 +41,8 @@ is away, TCP waits longer and longer before it repeats a packet."""
 CLIENT_EVERY = "2ms"
 ABSENCE_US = 100_000
 """A client of libvirt that waits longer than this for an answer finds libvirt absent: ten times its interval."""
+QEMU_VARIABLES = ("QEMU_OLD", "QEMU_NEW", "QEMU_NEWEST")
+"""Environment variables of the versions of QEMU, the oldest first."""
 BRIDGE = "rkbench0"
 """Bridge for domains, in the network namespace of the run."""
 BRIDGE_NETWORK = "10.89.0"
@@ -70,7 +73,8 @@ class Domain(Guest):
     def command_line(self) -> str:
         """Kernel command line of the guest. QEMU's user network expects the address 10.0.2.15."""
         address = f"{self.address}/24" if self.has_tap else "10.0.2.15/24 rekindle.gw=10.0.2.2"
-        words = f"{KERNEL_WORDS} rekindle.ip={address} rekindle.tick=0"
+        root = "" if self.image.kind == IMAGE else "root=/dev/vda rw "
+        words = f"{root}{KERNEL_WORDS} rekindle.ip={address} rekindle.tick=0"
         return f"{words} rekindle.touch={self.touch}" if self.touch else words
 
     def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
@@ -101,6 +105,16 @@ class Domain(Guest):
         return "", f"<qemu:commandline>{arguments}</qemu:commandline>"
 
     @property
+    def machine(self) -> str:
+        """Machine type."""
+        return "q35"
+
+    @property
+    def boot_folder(self) -> Path:
+        """Folder of kernel and initrd, as libvirt sees it."""
+        return IMAGES
+
+    @property
     def processors(self) -> str:
         """Virtual processors in libvirt's XML."""
         return "<vcpu>1</vcpu>"
@@ -116,7 +130,8 @@ class Domain(Guest):
         return f"""
 <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>{self.name}</name><memory unit='MiB'>{self.memory_mib}</memory>{self.processors}
-  <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{IMAGES}/vmlinuz</kernel><initrd>{IMAGES}/initrd</initrd>
+  <os><type arch='x86_64' machine='{self.machine}'>hvm</type>
+  <kernel>{self.boot_folder}/vmlinuz</kernel><initrd>{self.boot_folder}/initrd</initrd>
   <cmdline>{self.command_line}</cmdline></os>
   <features><acpi/></features>
   <devices>
@@ -177,10 +192,10 @@ class LibvirtEnvironment(Environment):
         )
 
     @contextmanager
-    def running(self, domain: Domain, *, wait: bool = True) -> Iterator[Domain]:
-        """Runs a domain, ready unless `wait` is false; destroys it at the end."""
+    def running(self, domain: Domain, *, wait: bool = True, qemu: str | None = None) -> Iterator[Domain]:
+        """Runs a domain, ready unless `wait` is false; destroys it at the end. `qemu`: not the QEMU of the run."""
         try:
-            self.libvirt.create(domain.name, domain.xml(self.qemu))
+            self.libvirt.create(domain.name, domain.xml(qemu or self.qemu))
             if wait:
                 domain.wait_ready()
             yield domain
@@ -306,7 +321,8 @@ def environment(setup: Setup) -> Iterator[LibvirtEnvironment]:
     with setup.workspace() as space:
         ours = Rekindle(setup.binary, space.work / "run")
         make_bridge(space.namespaces[0])
-        with private_libvirt.started(space.namespaces[0], files, space.disk / "saves") as libvirt:
+        qemus = [Path(os.environ[name]) for name in QEMU_VARIABLES]
+        with private_libvirt.started(space.namespaces[0], files, qemus, space.disk / "saves") as libvirt:
             domains = libvirt.rekindle(ours, space.work)
             yield setup.environment(
                 LibvirtEnvironment, space, libvirt=libvirt, domains=domains, abilities=Abilities.of(ours)

@@ -1,7 +1,7 @@
-"""Case `works`: libvirt's operations on a domain whose QEMU was replaced, and on one that was not.
+"""Case `works`: libvirt's operations on a domain whose QEMU was replaced, on a restored one, and on an untouched one.
 
-`GROUPS` lists them. The operations of a group are tried one after the other on one domain, freshly booted for the group
-and then replaced, or not. An operation that fails without a replacement proves nothing about replacements.
+`GROUPS` lists them. The operations of a group are tried one after the other on one domain, which is booted for the
+group, and then replaced, restored or left alone. An operation that fails on an untouched domain proves nothing.
 """
 
 import os
@@ -19,7 +19,8 @@ from rekindle_lab.slow import run
 from .domains import BRIDGE, Domain, LibvirtEnvironment
 from .plan import Plan
 from .private_libvirt import SAVES, PrivateLibvirt
-from .rows import REPLACED_DOMAIN, UNTOUCHED, Row
+from .restored import lose_host, restore
+from .rows import REPLACED_DOMAIN, RESTORED_DOMAIN, UNTOUCHED, Row
 
 DEADLINE_S = 60.0
 POLL_S = 0.1
@@ -94,7 +95,7 @@ class Subject:
 
     def seen_from_here(self, path: Path) -> Path:
         """Returns the path by which this process reaches a file of the private libvirt."""
-        return Path(f"/proc/{self.libvirt.keeper}/root{path}")
+        return self.libvirt.seen_from_here(path)
 
     def create_disk(self, path: Path, form: str = "qcow2") -> None:
         """Makes an empty disk."""
@@ -317,14 +318,16 @@ GROUPS: tuple[dict[str, Operation], ...] = (
 
 
 def works(env: LibvirtEnvironment, plan: Plan) -> None:
-    """Tries libvirt's operations on a domain without and with a replacement of its QEMU; appends a row for each."""
+    """Tries libvirt's operations on domains: untouched, with a replaced QEMU, and restored; appends a row for each."""
     for round_number in range(plan.works_rounds):
         for group in GROUPS:
-            for how in (UNTOUCHED, REPLACED_DOMAIN):
+            for how in (UNTOUCHED, REPLACED_DOMAIN, RESTORED_DOMAIN):
                 env.log(f"works: {how}: {', '.join(group)}")
                 with _booted(env, plan.works_mib) as subject:
                     if how == REPLACED_DOMAIN:
                         env.replace([subject.domain.name])
+                    elif how == RESTORED_DOMAIN:
+                        _restore(env, subject.domain)
                     for name, operation in group.items():
                         row = Row(
                             case="works",
@@ -337,6 +340,16 @@ def works(env: LibvirtEnvironment, plan: Plan) -> None:
                         )
                         row.worked, row.failure = _attempt(subject, operation)
                         env.rows.append(row)
+
+
+def _restore(env: LibvirtEnvironment, domain: EquippedDomain) -> None:
+    """Replaces the domain by its checkpoint. Nothing of Rekindle is left in it afterwards."""
+    store = env.store().fresh(domain.name)
+    lose_host(env, domain, store)
+    restore(env, domain, store)
+    env.domains.call("detach", domain.name)
+    domain.wait_ready()
+    store.remove()
 
 
 def _attempt(subject: Subject, operation: Operation) -> tuple[bool, str]:

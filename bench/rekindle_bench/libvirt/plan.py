@@ -36,6 +36,20 @@ class Plan:
     """How often each of libvirt's operations is tried on a domain that was replaced, and on one that was not."""
     works_mib: int
     """RAM of these domains."""
+    overlay_rounds: int
+    """Rounds of case `overlays`; 0 leaves it out."""
+    overlay_mib: int
+    """Size of each disk that the guest writes in the cases `overlays` and `epochs`, in MiB."""
+    overlay_write_s: int
+    """Seconds for which the guest writes each time."""
+    epochs: int
+    """Checkpoints under verified writes; 0 leaves the case out."""
+    restores: dict[int, int]
+    """Restores into libvirt."""
+    losses: int
+    """Replacements of one domain with clients at it, each by the next version of QEMU."""
+    losses_mib: int
+    """RAM of that domain."""
     budget_s: float | None = None
     """No case begins later than this many seconds after the start."""
 
@@ -50,6 +64,13 @@ FULL = Plan(
     pauses={512: Checkpoints(6, 10), 2048: Checkpoints(3, 10)},
     works_rounds=3,
     works_mib=256,
+    overlay_rounds=6,
+    overlay_mib=256,
+    overlay_write_s=20,
+    epochs=1000,
+    restores={512: 5, 2048: 10},
+    losses=50,
+    losses_mib=512,
 )
 QUICK = Plan(
     firsts={512: 2, 2048: 4},
@@ -61,6 +82,13 @@ QUICK = Plan(
     pauses={512: Checkpoints(2, 6)},
     works_rounds=1,
     works_mib=256,
+    overlay_rounds=1,
+    overlay_mib=256,
+    overlay_write_s=10,
+    epochs=30,
+    restores={2048: 2},
+    losses=6,
+    losses_mib=512,
     budget_s=390.0,
 )
 
@@ -83,9 +111,16 @@ def left_out(plan: Plan) -> list[str]:
     compare("first replacements", FULL.firsts, plan.firsts)
     compare("further replacements", FULL.agains, plan.agains)
     compare("managedsave", FULL.saves, plan.saves)
+    compare("restores into libvirt", FULL.restores, plan.restores)
     compare("checkpoints", pauses(FULL), pauses(plan))
     if plan.away_rounds < FULL.away_rounds:
         lines.append(f"{FULL.away_domains} domains in one command: {plan.away_rounds} of {FULL.away_rounds}")
+    if plan.overlay_rounds < FULL.overlay_rounds:
+        lines.append(f"disk writes with overlays: {plan.overlay_rounds} of {FULL.overlay_rounds} rounds")
+    if plan.epochs < FULL.epochs:
+        lines.append(f"checkpoints under verified writes: {plan.epochs} of {FULL.epochs}")
+    if plan.losses < FULL.losses:
+        lines.append(f"replacements with clients: {plan.losses} of {FULL.losses}")
     if plan.works_rounds < FULL.works_rounds:
         lines.append(f"libvirt's operations: {plan.works_rounds} of {FULL.works_rounds} rounds")
     return lines

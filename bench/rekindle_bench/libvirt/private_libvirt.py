@@ -34,6 +34,8 @@ PRIVATE = ("/run", "/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/v
 """Directories of which the namespace has its own."""
 IMAGES = Path("/var/lib/libvirt/images")
 """Images that the user of libvirt's QEMUs can read."""
+QEMUS = Path("/var/lib/libvirt/qemus")
+"""Unpacked QEMUs, which are in a folder that the user of libvirt's QEMUs cannot enter."""
 SAVES = Path("/var/lib/libvirt/qemu/save")
 """Where `virsh managedsave` writes a domain's RAM."""
 STATUS = Path("/run/libvirt/qemu")
@@ -79,6 +81,10 @@ class PrivateLibvirt:
         if name in self.virsh("list", "--all", "--name").split():
             self.virsh("undefine", name, "--managed-save")
 
+    def seen_from_here(self, path: Path) -> Path:
+        """Returns the path by which this process reaches a file of this libvirt."""
+        return Path(f"/proc/{self.keeper}/root{path}")
+
     def rekindle(self, ours: Rekindle, folder: Path) -> Rekindle:
         """Returns Rekindle with its own run directory in `folder`, such that it finds this libvirt."""
         script = folder / "rekindle"
@@ -121,18 +127,31 @@ class Polls:
     attempts: Sequence[Attempt] = ()
 
 
+def tree_of(qemu: Path) -> Path:
+    """Returns the folder into which a QEMU is unpacked, which has it at `usr/bin`; `/` for an installed one."""
+    return qemu.parents[2]
+
+
+def reachable(qemu: Path) -> Path:
+    """Returns the path at which domains reach a QEMU whose tree `started` was given."""
+    tree = tree_of(qemu)
+    return qemu if tree == Path("/") else QEMUS / tree.name / qemu.relative_to(tree)
+
+
 @contextmanager
-def started(netns: str, images: Sequence[Path], saves: Path) -> Iterator[PrivateLibvirt]:
+def started(netns: str, images: Sequence[Path], qemus: Sequence[Path], saves: Path) -> Iterator[PrivateLibvirt]:
     """Runs a private libvirt while the body runs, in the network namespace `netns`.
 
-    Copies the files `images` into `IMAGES`. `saves`: folder on a real disk, made here, which domains see as `SAVES`.
+    Copies the files `images` into `IMAGES`, and makes unpacked `qemus` reachable. `saves`: folder on a real disk, made
+    here, which domains see as `SAVES`.
     """
     missing = [program for program in ("virsh", *DAEMONS) if shutil.which(program) is None]
     if missing:
         raise OSError(f"no {', '.join(missing)} in PATH; install libvirt-daemon-system and libvirt-clients")
     saves.mkdir(parents=True)
     command = ["nsenter", f"--net=/run/netns/{netns}", "unshare", "--mount", "--propagation", "private"]
-    command += [sys.executable, "-P", __file__, str(saves), *map(str, images)]
+    trees = [tree for tree in map(tree_of, qemus) if tree != Path("/")]
+    command += [sys.executable, "-P", __file__, str(saves), *map(str, [*images, *trees])]
     # A session of its own: an interrupt from the terminal must not end it before the benchmark has finished.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -150,16 +169,24 @@ def started(netns: str, images: Sequence[Path], saves: Path) -> Iterator[Private
         raise OSError(f"the private libvirt has not ended its domains: exit status {status}")
 
 
-def main(saves: Path, images: Sequence[Path]) -> None:
-    """Is the keeper: sets the namespace up, starts the daemons, and ends everything when standard input is closed."""
+def main(saves: Path, sources: Sequence[Path]) -> None:
+    """Is the keeper: sets the namespace up, starts the daemons, and ends everything when standard input is closed.
+
+    `sources`: files are images, folders are trees of QEMUs.
+    """
     for directory in PRIVATE:
         Path(directory).mkdir(parents=True, exist_ok=True)
         run("mount", "-t", "tmpfs", "-o", "mode=755,nosuid", "rekindle-bench", directory)
     _hide_kvm()
     Path("/etc/libvirt/libvirtd.conf").write_text(CONFIGURATION)
     IMAGES.mkdir()
-    for image in images:
-        shutil.copy(image, IMAGES)
+    for source in sources:
+        if source.is_dir():
+            tree = QEMUS / source.name
+            tree.mkdir(parents=True)
+            run("mount", "--bind", source, tree)
+        else:
+            shutil.copy(source, IMAGES)
     SAVES.mkdir(parents=True)
     run("mount", "--bind", saves, SAVES)
     try:

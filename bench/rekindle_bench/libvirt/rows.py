@@ -16,8 +16,12 @@ ATTACHED, REPLACED = "attached", "attached-replaced"
 """With `OWN`, the guests of case `pause`: a domain that is attached, and one that was replaced and is attached."""
 
 
-UNTOUCHED, REPLACED_DOMAIN = "untouched", "replaced"
-"""The domains of case `works`: as libvirt has started it, and with a replaced QEMU."""
+UNPROTECTED, RAM_ONLY, OVERLAYS = "unprotected", "ram-only", "overlays"
+"""Ways of case `overlays`: without a protector, with checkpoints of the RAM, with checkpoints of the disks too."""
+INTO_LIBVIRT = "into-libvirt"
+"""The way of case `restored`."""
+UNTOUCHED, REPLACED_DOMAIN, RESTORED_DOMAIN = "untouched", "replaced", "restored"
+"""The domains of case `works`: as libvirt has started it, with a replaced QEMU, and restored from a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -25,7 +29,7 @@ class Row:
     """The outcome of a replacement or checkpoint for one guest. `*_host_us`: microseconds since 1970."""
 
     case: str
-    """`first`, `again`, `managedsave`, `away`, `pause`, `works`."""
+    """`first`, `again`, `managedsave`, `away`, `pause`, `works`, `losses`, `overlays`, `epochs`, `restored`."""
     how: str
     """See `FIRST` and `ATTACHED`."""
     memory_mib: int
@@ -69,6 +73,16 @@ class Row:
     """Size of the pages that may have changed since the last checkpoint."""
     copied_stopped_bytes: int | None = None
     """Bytes that were copied while the guest was stopped."""
+    disks_us: int | None = None
+    """Part of `stopped_us` in which the disks got overlays."""
+    writes_per_s: float | None = None
+    """Writes of 4 KiB to a disk that the guest has done."""
+    passes: int | None = None
+    """Times that the guest has written and verified its disks; `wrong`: failed verifications, and disks that differ."""
+    wrong: int | None = None
+    sessions: int | None = None
+    """Connections that have been open since before the first replacement; `lost_sessions` of them were lost so far."""
+    lost_sessions: int | None = None
     operation: str = ""
     """An operation of libvirt."""
     worked: bool | None = None

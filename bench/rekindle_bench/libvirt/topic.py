@@ -2,13 +2,13 @@
 
 from rekindle_bench.topic import Topic
 
-from . import analysis, plan, plots, rows
+from . import analysis, losses, overlays, plan, plots, rows
 from .cases import CASES
 from .domains import IMAGE, environment
 
 TOPIC = Topic(
     name="libvirt",
-    images=(IMAGE,),
+    images=(IMAGE, losses.IMAGE, overlays.IMAGE),
     rows=rows,
     plans=plan,
     cases=CASES,
@@ -19,7 +19,9 @@ TOPIC = Topic(
         "What a replacement's guest is stopped for": analysis.stops,
         "Time in which libvirt does not answer": analysis.absences,
         "Pauses of checkpoints": analysis.pauses,
-        "Operations of libvirt, without and with a replacement": analysis.operations,
+        "Disks with overlays": analysis.disks,
+        "Restores into libvirt": analysis.restores,
+        "Operations of libvirt on each kind of domain": analysis.operations,
     },
     plots=plots.draw,
 )

@@ -1,8 +1,6 @@
 """Guests of the warm-cache benchmark, on a disk whose rates can be limited."""
 
 import json
-import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,18 +9,15 @@ from typing import ClassVar
 
 from rekindle_bench.case import NoRoomError
 from rekindle_bench.environment import Environment, Setup
-from rekindle_lab import guests, netns
+from rekindle_lab import guests
+from rekindle_lab.guest_shell import in_guest
 from rekindle_lab.guests import QEMUS_OWN, Guest
-from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.slow import Slow, can_be_slow, run, slow_disk
 from rekindle_lab.stores import forget
 
 from .plan import LIMITS
 
 IMAGE = "debian-cache"
-SSH_DEADLINE_S = 900.0
-SHELL_PORT = 7004
-"""Port of the shell that replaces ssh if micro replaces the guest."""
 SLOW_DISK_MIB = 12288
 """Size of the disk whose rates can be limited."""
 BLOCK_BYTES = 4096
@@ -102,30 +97,7 @@ class CacheGuest(Guest):
 
     def ssh(self, command: str) -> str:
         """Runs a command in the guest, and returns its output."""
-        if self.stands_in:
-            return self._shell(command)
-        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
-        options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
-        words = ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
-        result = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_DEADLINE_S, check=False
-        )
-        if result.returncode != 0:
-            error = (result.stderr.strip() or result.stdout.strip())[-1000:]
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {result.returncode}: {error}")
-        return result.stdout
-
-    def _shell(self, command: str) -> str:
-        """Runs a command like `ssh`, on the port of `tests/images/stand-in`."""
-        with netns.connect(self.netns, self.address, SHELL_PORT, SSH_DEADLINE_S) as connection:
-            connection.settimeout(SSH_DEADLINE_S)
-            connection.sendall(command.encode())
-            connection.shutdown(socket.SHUT_WR)
-            reply = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-        output, _, status = reply.rstrip("\n").rpartition("exit ")
-        if status != "0":
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {status}: {output[-1000:]}")
-        return output
+        return in_guest(self, command)
 
 
 @dataclass
