@@ -15,6 +15,7 @@ use rekindle_pages::{BlockId, PAGE_SIZE};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// The memory of a guest, with the records of writes to it.
@@ -35,6 +36,8 @@ pub(super) struct CollectOptions {
     pub were_sent: bool,
     /// A restore has loaded all pages: track the memory without its pager from now on.
     pub end_pager: bool,
+    /// The descriptor number of `/dev/userfaultfd` in QEMU, if `end_pager` needs it.
+    pub device: Option<RawFd>,
 }
 
 /// The pages that were collected while the guest was stopped.
@@ -111,7 +114,7 @@ impl TrackedMemory {
         let written = match &mut self.tracking {
             Tracking::Filling(tracker) if options.end_pager => {
                 fault::point("fill.handover.stopped", None, None);
-                let (written, tracker) = tracker.hand_over(stopped, None)?;
+                let (written, tracker) = tracker.hand_over(stopped, options.device)?;
                 fault::point("fill.handover.tracked", None, None);
                 own_tracker = Some(tracker);
                 written

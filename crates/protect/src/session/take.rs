@@ -19,6 +19,7 @@ use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_memory::tracker::{Asynchronous, Dirty};
 use rekindle_pages::{BlockId, PageNo, PageRun, PageRuns};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_qemu::userfaultfd;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
 use rekindle_vm::overlays::OverlayEpoch;
@@ -129,7 +130,11 @@ impl TrackingSession {
             AfterPause::StayStopped => None,
         };
         let (number, mut disks) = (checkpoint.number(), Vec::new());
-        let collect_options = CollectOptions { were_sent: sent_bytes.is_some(), end_pager };
+        let device = match end_pager {
+            true => userfaultfd::hand(self.monitors.control(), self.target.process())?,
+            false => None,
+        };
+        let collect_options = CollectOptions { were_sent: sent_bytes.is_some(), end_pager, device };
         let mut overlays = Vec::new();
         let has_overlays = self.overlays.is_some();
         let mark_overlays = |stopped: &mut Stopped<'_>| {
@@ -149,8 +154,11 @@ impl TrackingSession {
                 run_disk_hook(command, self.target.name(), number)?;
             }
             self.memory.collect_stopped(collect_options, stopped, laps)
-        })?;
+        });
         drop(run_state);
+        let taken_back = if end_pager { userfaultfd::take_back(self.monitors.control()) } else { Ok(()) };
+        let paused = paused?;
+        taken_back?;
         let Paused { result: collected, devices, stopped_host_us, resumed_host_us, steps } = paused;
         let CollectedPages { dirty, copied, own_tracker } = collected;
         if let Some(tracker) = own_tracker {

@@ -4,12 +4,16 @@ use super::guest::Guest;
 use super::lab::Lab;
 use super::{DEADLINE, wait_for};
 use rekindle_kernel::process::Process;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A running `rekindle protect`.
 pub struct Protector {
@@ -83,8 +87,8 @@ impl Protector {
 
     /// Stops the protector with SIGTERM, so that it does not leave the guest stopped.
     pub fn end(mut self) {
-        let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let pid = Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
+        kill_process(pid, Signal::TERM).unwrap();
         // A full pipe would block the protector.
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
         assert!(self.child.wait().unwrap().success());
@@ -139,6 +143,49 @@ pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environ
 /// Waits until all of the guest's memory is loaded.
 pub fn wait_filled(guest: &Guest<'_>) {
     wait_for("the memory to be loaded", DEADLINE, || (!guest.file("fill.json").exists()).then_some(()));
+}
+
+/// A thread that stops a pager for most of the time, so that its fill takes long. The pager is fast again on drop. On a
+/// busy machine the pager is stopped late, and then for longer.
+pub struct Slowdown {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn signal(process: Process, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap();
+    if process.is_alive() {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+impl Slowdown {
+    pub fn of(process: Process) -> Self {
+        let end = Arc::new(AtomicBool::new(false));
+        let is_over = Arc::clone(&end);
+        let thread = thread::spawn(move || {
+            let mut worked = Duration::from_millis(1);
+            while !is_over.load(Ordering::Relaxed) {
+                signal(process, Signal::STOP);
+                // Stopped for 40 times as long as it has worked. The limit is how long the guest may wait for a missing
+                // page.
+                thread::sleep((worked * 40).min(Duration::from_millis(400)));
+                let resumed = Instant::now();
+                signal(process, Signal::CONT);
+                thread::sleep(Duration::from_millis(1));
+                worked = resumed.elapsed();
+            }
+            signal(process, Signal::CONT);
+        });
+        Self { end, thread: Some(thread) }
+    }
+}
+
+impl Drop for Slowdown {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().unwrap().join();
+    }
 }
 
 /// Finds the pager of a guest.

@@ -19,10 +19,14 @@ fn newest_checkpoint(store: &Path) -> u64 {
     listed["checkpoints"].as_array().and_then(|all| all.last()?["number"].as_u64()).unwrap_or(0)
 }
 
-/// Waits for a checkpoint that has started after this call.
-fn wait_checkpoint(store: &Path) {
+/// Waits for a checkpoint of `domain` that has started after this call.
+fn wait_checkpoint(domain: &Domain<'_>, store: &Path) {
     let target = newest_checkpoint(store) + 2;
-    wait_for("a checkpoint", DEADLINE, || (newest_checkpoint(store) >= target).then_some(()));
+    let qemu = domain.process();
+    wait_for("a checkpoint", DEADLINE, || {
+        assert!(qemu.is_alive(), "QEMU has ended: {}", domain.log());
+        (newest_checkpoint(store) >= target).then_some(())
+    });
 }
 
 fn end(mut protector: Child) {
@@ -62,7 +66,7 @@ fn the_commands_of_the_page_protect_a_domain_and_restore_it_into_libvirt() {
     let protector = protect("2. Protect");
     domain.ask(&format!("write vda 0 {BLOCKS} 7"));
     let written = read_disk(&domain);
-    wait_checkpoint(&store);
+    wait_checkpoint(&domain, &store);
     let seen = page.run_section("3. See");
     assert!(seen.contains("protected") && seen.contains(&domain.name), "{seen}");
     page.run_section("4. Lose");
@@ -74,7 +78,7 @@ fn the_commands_of_the_page_protect_a_domain_and_restore_it_into_libvirt() {
     assert_eq!(domain.ask("boot-id"), boot_id);
     assert_eq!(read_disk(&domain), written);
     let protector = protect("6. Protect");
-    wait_checkpoint(&store);
+    wait_checkpoint(&domain, &store);
     end(protector);
     page.run_section("7. End");
     assert_eq!((domain.state(), domain.ask("boot-id")), ("running".to_owned(), boot_id));

@@ -10,68 +10,20 @@
 //!
 //! A checkpoint runs the *disk hook*, a command, while the guest is paused. Here the hook copies the RAM file.
 
-use crate::common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
+use crate::common::protector::{Protector, Slowdown, crash, pager, restore, restore_with, store, wait_filled};
 use crate::common::served::kill_watcher;
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
-use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
 use rekindle_pages::{PAGE_SIZE, PageNo};
 use rekindle_store::{Image, ReadOptions, StoreUrl};
 use rekindle_vm::fault::POINTS;
 use rustix::fs::{SeekFrom, seek};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
-
-/// A thread that stops a pager for most of the time, so that its fill takes long. The pager is fast again on drop. On a
-/// busy machine the pager is stopped late, and then for longer.
-struct Slowdown {
-    end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-fn signal(process: Process, signal: Signal) {
-    let pid = Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap();
-    if process.is_alive() {
-        let _ = kill_process(pid, signal);
-    }
-}
-
-impl Slowdown {
-    fn of(process: Process) -> Self {
-        let end = Arc::new(AtomicBool::new(false));
-        let is_over = Arc::clone(&end);
-        let thread = thread::spawn(move || {
-            let mut worked = Duration::from_millis(1);
-            while !is_over.load(Ordering::Relaxed) {
-                signal(process, Signal::STOP);
-                // Stopped for 40 times as long as it has worked. The limit is how long the guest may wait for a missing
-                // page.
-                thread::sleep((worked * 40).min(Duration::from_millis(400)));
-                let resumed = Instant::now();
-                signal(process, Signal::CONT);
-                thread::sleep(Duration::from_millis(1));
-                worked = resumed.elapsed();
-            }
-            signal(process, Signal::CONT);
-        });
-        Self { end, thread: Some(thread) }
-    }
-}
-
-impl Drop for Slowdown {
-    fn drop(&mut self) {
-        self.end.store(true, Ordering::Relaxed);
-        let _ = self.thread.take().unwrap().join();
-    }
-}
+use std::time::Duration;
 
 /// Returns the populated runs of a file: all except its holes. Zeroes may be populated.
 fn populated_runs(file: &File) -> Vec<Range<u64>> {

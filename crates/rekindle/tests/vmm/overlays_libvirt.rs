@@ -232,7 +232,9 @@ fn an_overlay_that_was_put_in_vain_is_used_for_the_checkpoint_after_it() {
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    // Killed before it merges the overlays of its checkpoint, so that the overlay in vain is the third.
+    let fault = [("REKINDLE_FAULT", "overlay.merge.unfenced:kill")];
+    Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
     let (mut protector, process) = stopped_before_the_pause(&attached, &store, &["--every", "50ms", "--count", "1"]);
     write_both(guest, 1);
     let expected = read_both(guest);
@@ -250,6 +252,32 @@ fn an_overlay_that_was_put_in_vain_is_used_for_the_checkpoint_after_it() {
     attached.kill_qemu();
     restore(guest, &store, &[]);
     assert_both_agree(guest, &expected, "restored");
+}
+
+#[test]
+fn overlays_are_merged_below_those_of_a_checkpoint_that_was_not_committed() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    // The first protector has not merged what it has committed, and the second has not committed what it has sealed.
+    for (seed, point) in ["overlay.merge.unfenced", "overlay.seal.sealed"].into_iter().enumerate() {
+        write_both(guest, seed as u64);
+        let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
+        Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
+    }
+    write_both(guest, 3);
+    let expected = read_both(guest);
+    let protected = protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    assert_eq!(protected.len(), 2);
+    for target in ["vda", "vdb"] {
+        attached.assert_fenced(target);
+    }
+    write_both(guest, 4);
+    attached.kill_qemu();
+    restore(guest, &store, &[]);
+    assert_both_agree(guest, &expected, "restored");
+    guest.rekindle(&["stop", "--now"]).ok();
 }
 
 #[test]

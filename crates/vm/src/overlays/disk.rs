@@ -1,6 +1,6 @@
 //! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
 
-use super::libvirt::{self, LibvirtDisk};
+use super::libvirt::{self, LATE_MERGE_TIMEOUT, LibvirtDisk};
 use super::record::{RecordedDisk, has_open, running_owner};
 use super::restore::{qemu_img_of, write_header};
 use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, overlay_name, owner_of};
@@ -29,8 +29,6 @@ use std::time::Duration;
 
 /// How long a merge may delay a checkpoint before it is cancelled. It is repeated after that checkpoint.
 const MERGE_GRACE: Duration = Duration::from_secs(1);
-/// How long a checkpoint waits for a merge without which the disk would have too many overlays.
-const LATE_MERGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long QEMU may take to merge all overlays while the guest runs.
 const END_TIMEOUT: Duration = Duration::from_secs(600);
 /// Lowest rate of a merge, in bytes per second: with less, a busy guest has ever more overlays.
@@ -277,6 +275,9 @@ impl OverlayDisk {
                     self.create_next(qmp, &found)?;
                     break;
                 }
+                OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if self.put_in_vain(&found).is_some() => {
+                    break;
+                }
                 OverlayStep::Done => break,
                 step => self.take_step(qmp, step, 0)?,
             }
@@ -410,11 +411,11 @@ impl OverlayDisk {
                 Ok(())
             }
             OverlayStep::Merge { up_to } => {
+                let chain = self.chain_now(qmp)?;
                 if let Some(disk) = &self.libvirt {
-                    let newest = self.directory.path_of(up_to);
-                    disk.start_merge(qmp, &newest, speed, || self.pass("overlay.merge.unfenced"))?;
+                    let newest = overlay_name(self.number(), up_to);
+                    disk.start_merge(qmp, &chain, newest, speed, || self.pass("overlay.merge.unfenced"))?;
                 } else {
-                    let chain = self.chain_now(qmp)?;
                     overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?;
                 }
                 self.pass("overlay.merge.started");

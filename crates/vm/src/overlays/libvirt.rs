@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How long libvirt may take to record what QEMU has done.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a checkpoint waits for a merge without which the disk would have too many overlays.
+pub(super) const LATE_MERGE_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A disk whose overlays are libvirt's.
@@ -138,18 +140,35 @@ impl LibvirtDisk {
 
     /// Starts to merge the overlays up to `up_to`. The image can be written by others only until this returns: QEMU has
     /// opened it then.
+    ///
+    /// If the overlay above `up_to` is fenced, also waits for the end of the merge. QEMU opens that overlay anew then, to
+    /// record its new base in it, and QEMU 10.0 ends with a segmentation fault if it cannot.
     pub fn start_merge(
         &self,
         qmp: &mut Qmp,
-        up_to: &Path,
+        chain: &OverlayChain,
+        up_to: OverlayName,
         speed: u64,
         pass: impl Fn(),
     ) -> Result<(), OverlayDisksError> {
+        let above = chain.overlays.iter().rev().skip(1).rfind(|overlay| overlay.epoch > up_to.epoch);
+        let above = above.map(|overlay| self.path_of(overlay));
+        if let Some(above) = &above {
+            fence::open(above)?;
+        }
         fence::open(&self.image)?;
         pass();
-        let started = libvirt::start_merge(qmp, &self.target, &self.image, Some(up_to), speed);
+        let started = libvirt::start_merge(qmp, &self.target, &self.image, Some(&self.path_of(&up_to)), speed);
         fence::close(&self.image)?;
-        Ok(started?)
+        let Some(above) = above else { return Ok(started?) };
+        let finished = match started {
+            Ok(()) => self.finish_merge(qmp, LATE_MERGE_TIMEOUT),
+            Err(e) => Err(e.into()),
+        };
+        // Also after a lost answer: the fence is put in force only when no merge runs.
+        libvirt::cancel_merge(qmp, &self.target)?;
+        fence::close(&above)?;
+        finished
     }
 
     /// Waits for the end of a merge, and until libvirt has recorded it.

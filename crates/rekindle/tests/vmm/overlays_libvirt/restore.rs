@@ -4,7 +4,7 @@ use super::{Attached, OVERLAYS, URI, assert_both_agree, image, overlays, read_bo
 use crate::attach::protect;
 use crate::common::Lab;
 use crate::common::lab::entries;
-use crate::common::protector;
+use crate::common::protector::{self, Protector, Slowdown, pager};
 use rekindle_testing::libvirt::PrivateLibvirt;
 use rekindle_vm::fault::RESTORE_DOMAIN_POINTS;
 use std::fs;
@@ -66,6 +66,33 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
     // Its command line names overlays that were merged.
     lab.rekindle(["replace-qemu", "--preview", &attached.domain.name]).status(1).prints(&["the command line gives it"]);
     assert_eq!(attached.domain.state(), "running");
+}
+
+#[test]
+fn a_protector_that_has_started_during_the_fill_continues_after_it() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    attached.kill_qemu();
+    lab.finish(restoring_into_libvirt(&lab, &store)).ok();
+    let slowdown = Slowdown::of(pager(guest).expect("its memory loads on demand"));
+    let mut protector = Protector::start(guest, &lab, &store, &[&OVERLAYS[..], &["--every", "100ms"]].concat());
+    assert_eq!(protector.wait("attached")["filling"], true, "the pager was not slow enough");
+    protector.next_checkpoint();
+    drop(slowdown);
+    // The kernel permits only root to make a userfaultfd, and this QEMU runs as another user.
+    protector.wait("filled");
+    write_both(guest, 1);
+    let expected = read_both(guest);
+    assert_eq!(protector.next_checkpoint()["full"], false);
+    protector.kill();
+    write_both(guest, 2);
+    attached.kill_qemu();
+    lab.finish(restoring_into_libvirt(&lab, &store)).ok();
+    assert_both_agree(guest, &expected, "restored again");
+    attached.detach("at the end");
 }
 
 #[test]
