@@ -93,7 +93,7 @@ impl<'a> CheckpointSeries<'a> {
         let metadata = Image::open(&self.settings.store, &self.read_options(None)).and_then(|image| image.metadata());
         match metadata.as_ref().map(epochs::read_overlays) {
             Ok(Ok(committed)) => session.note_committed_overlays(&committed),
-            Err(StoreError::Empty { .. }) => {}
+            Err(StoreError::Empty { .. }) => session.note_committed_overlays(&[]),
             Ok(Err(e)) => tracing::warn!("cannot read the disks of the newest checkpoint: {e}"),
             Err(e) => tracing::warn!("cannot read the newest checkpoint, so its overlays are not merged yet: {e}"),
         }

@@ -223,6 +223,38 @@ fn a_killed_protector_leaves_overlays_that_the_next_one_continues() {
 }
 
 #[test]
+fn protection_continues_after_several_checkpoints_were_not_committed() {
+    let lab = Lab::without_root();
+    let disk = Disk::create(&lab, "raw");
+    let mut foreign = disk.boot(&lab, qemu_new());
+    let store = protector::store(&lab, "store");
+    attach(&lab, &foreign);
+    let guest = &foreign.guest;
+    // First without any checkpoint in the store, then with an older one.
+    for round in 0..2 {
+        for seed in 0..4 {
+            write(guest, 10 * round + seed);
+            let fault = [("REKINDLE_FAULT", "overlay.seal.sealed:kill")];
+            Protector::start_with(guest, &lab, &store, &["--disk", "overlays"], &fault).wait_killed();
+            assert!(overlay_files(&disk) <= 5);
+        }
+        write(guest, 10 * round + 5);
+        let expected = read(guest);
+        protect(&lab, "foreign", &store, &["--disk", "overlays", "--count", "1"]);
+        write(guest, 10 * round + 6);
+        if round == 0 {
+            foreign.qemu.kill()
+        } else {
+            crash(guest)
+        }
+        restore(guest, &store, &[]);
+        assert_disk_agrees(guest, &expected);
+        wait_filled(guest);
+    }
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+#[test]
 fn a_disk_that_cannot_have_overlays_is_named() {
     let lab = Lab::without_root();
     let image = lab.path("disk.image");

@@ -281,6 +281,28 @@ fn overlays_are_merged_below_those_of_a_checkpoint_that_was_not_committed() {
 }
 
 #[test]
+fn protection_continues_after_several_checkpoints_were_not_committed() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    for seed in 0..4 {
+        write_both(guest, seed);
+        let fault = [("REKINDLE_FAULT", "overlay.seal.sealed:kill")];
+        Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
+    }
+    write_both(guest, 5);
+    let expected = read_both(guest);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    write_both(guest, 6);
+    attached.kill_qemu();
+    restore(guest, &store, &[]);
+    assert_both_agree(guest, &expected, "restored");
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+#[test]
 fn detach_puts_a_domain_on_its_images_and_libvirt_starts_it_on_them() {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();

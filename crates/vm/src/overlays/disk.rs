@@ -54,7 +54,7 @@ struct Prepared {
     head: Option<Head>,
 }
 
-/// The head of the epoch that the next mark ends.
+/// The head of the epoch that the next mark ends: a copy of the overlay above it, which is on the disk then.
 #[derive(Debug)]
 struct Head {
     /// The overlay is on the disk.
@@ -73,6 +73,8 @@ pub(super) struct OverlayDisk {
     libvirt: Option<LibvirtDisk>,
     /// The newest epoch whose checkpoint certainly counts.
     committed: u64,
+    /// Epochs up to this one that are newer than `committed` have no checkpoint, and will not get one.
+    decided: u64,
     /// An overlay that this process has made durable; one of another process may not be.
     created: Option<u64>,
     /// Length of the disk for which `created` was made.
@@ -115,6 +117,7 @@ impl OverlayDisk {
             vmm: vmm.clone(),
             libvirt,
             committed: 0,
+            decided: 0,
             created: None,
             created_bytes: 0,
             prepared: None,
@@ -241,10 +244,12 @@ impl OverlayDisk {
         self.checked_chain(&BlockGraph::read(qmp)?)
     }
 
+    /// Notes the disks of the newest checkpoint. None of an earlier attempt can be committed any more.
     pub fn note_committed(&mut self, committed: &[OverlayEpoch]) {
         if let Some(epoch) = self.of_this_disk(committed) {
             self.committed = self.committed.max(epoch.id.epoch);
         }
+        self.decided = self.directory.state().sealed;
     }
 
     fn of_this_disk<'e>(&self, epochs: &'e [OverlayEpoch]) -> Option<&'e OverlayEpoch> {
@@ -301,22 +306,28 @@ impl OverlayDisk {
             (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
         let path = self.directory.path_of(epoch);
         self.directory.remove_useless_heads()?;
-        let head = match self.libvirt {
-            Some(_) => Some(Head { is_put: put_in_vain.is_some(), file: self.create_head(epoch - 1)? }),
-            None => None,
+        let is_put = put_in_vain.is_some();
+        let head = match is_put || self.libvirt.is_some() {
+            true => Some(Head { is_put, file: self.create_head(epoch - 1)? }),
+            false => None,
         };
         self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path, head });
         Ok(())
     }
 
-    /// Returns the epoch of an overlay that was put early for a checkpoint that was not taken, and can be used for the next
-    /// one.
+    /// Returns the epoch of the overlay on top of the disk if it was put for a checkpoint that was not committed, and is to
+    /// be used for the next one.
     fn put_in_vain(&self, found: &FoundOverlays) -> Option<u64> {
         let [.., below, top] = found.chain[..] else { return None };
-        let is_in_vain = self.libvirt.is_some() && below + 1 == top && below > self.directory.state().sealed;
+        let has_checkpoint =
+            below <= self.committed || (self.decided < below && below <= self.directory.state().sealed);
+        if has_checkpoint || below + 1 != top || found.merging.is_some() {
+            return None;
+        }
         let is_full = found.chain.len() >= MAX_OVERLAYS;
-        let is_small = || self.stored_bytes(top) <= MAX_HEAD_BYTES;
-        (is_in_vain && found.merging.is_none() && (is_full || is_small())).then_some(top)
+        // QEMU puts another one quickly, libvirt does not.
+        let is_cheap = || self.libvirt.is_some() && self.stored_bytes(top) <= MAX_HEAD_BYTES;
+        (is_full || is_cheap()).then_some(top)
     }
 
     fn create_head(&self, epoch: u64) -> Result<File, OverlayDisksError> {
@@ -337,12 +348,16 @@ impl OverlayDisk {
         }
     }
 
-    /// Copies the overlay that was put early. When QEMU stops a guest, it writes everything into the files of its disks.
+    /// Copies the overlay on top of the disk, if it was put before this pause. When QEMU stops a guest, it writes everything
+    /// into the files of its disks.
     pub fn copy_head(&mut self, _stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
         let device = self.recorded.device.clone();
-        let not_ready = || OverlayDisksError::NotReady { device, obstacle: MarkObstacle::NotPrepared };
-        let Some(Prepared { path, head, .. }) = self.prepared.as_mut() else { return Err(not_ready()) };
-        let Some(Head { is_put: true, file }) = head else { return Err(not_ready()) };
+        let Some(Prepared { path, head: Some(Head { is_put, file }), .. }) = self.prepared.as_mut() else {
+            return Ok(());
+        };
+        if !*is_put {
+            return Err(OverlayDisksError::NotReady { device, obstacle: MarkObstacle::NotPrepared });
+        }
         let copied = File::open(&*path).and_then(|mut overlay| io::copy(&mut overlay, file));
         copied.map(drop).map_err(OverlayDisksError::io(path))
     }
@@ -498,13 +513,17 @@ impl OverlayDisk {
         File::open(image).and_then(|file| file.sync_data()).map_err(OverlayDisksError::io(image))
     }
 
-    /// Returns the next mark, after [`OverlayDisk::prepare`].
-    pub fn next_mark(&self) -> Option<Mark<'_>> {
-        let Prepared { chain, epoch, .. } = self.prepared.as_ref()?;
-        Some(Mark { chain, overlay: overlay_name(self.number(), *epoch) })
+    pub fn is_prepared(&self) -> bool {
+        self.prepared.is_some()
     }
 
-    /// As [`OverlayDisk::next_mark`], for a disk whose overlays libvirt puts.
+    /// Returns the next mark, after [`OverlayDisk::prepare`]; `None` if the overlay is put before the pause.
+    pub fn next_mark(&self) -> Option<Mark<'_>> {
+        let Prepared { chain, epoch, head, .. } = self.prepared.as_ref()?;
+        head.is_none().then(|| Mark { chain, overlay: overlay_name(self.number(), *epoch) })
+    }
+
+    /// Returns the next mark of a disk whose overlays libvirt puts.
     pub fn next_libvirt_mark(&self) -> Option<LibvirtMark<'_>> {
         let (Prepared { chain, path, .. }, disk) = (self.prepared.as_ref()?, self.libvirt.as_ref()?);
         Some(LibvirtMark { chain, target: &disk.target, file: path, bytes: self.created_bytes })

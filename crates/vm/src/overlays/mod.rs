@@ -12,7 +12,8 @@
 //!
 //! libvirt takes some 10 ms to put an overlay on a disk, which is too long for a pause. So it does that before: `put_early`.
 //! In the pause the overlay has what the guest has written in between, and is copied: the *head* of the checkpoint's disk.
-//! A restore puts a copy of the head on the disk, in place of an empty overlay.
+//! A restore puts a copy of the head on the disk, in place of an empty overlay. An overlay that was put for a checkpoint
+//! that was not committed is used for the next one in the same way, if the disk has too many.
 //!
 //! A process may be killed at any point. The next one calls [`OverlayDisks::adopt`] before it resumes the guest.
 //!
@@ -229,7 +230,8 @@ impl OverlayDisks {
         Ok(Self { disks, others: Vec::new() })
     }
 
-    /// Notes the disks of the newest checkpoint in the store, whose overlays may be merged.
+    /// Notes the disks of the newest checkpoint in the store, whose overlays may be merged. This process owns the store, so
+    /// no earlier attempt can be committed any more.
     pub fn note_committed(&mut self, committed: &[OverlayEpoch]) {
         for disk in &mut self.disks {
             disk.note_committed(committed);
@@ -290,13 +292,12 @@ impl OverlayDisks {
     /// # Errors
     /// If QEMU rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
     pub fn mark(&mut self, stopped: &mut Stopped<'_>) -> Result<Vec<OverlayEpoch>, OverlayDisksError> {
-        if self.are_put_early() {
-            self.disks.iter_mut().try_for_each(|disk| disk.copy_head(stopped))?;
-            self.pass("overlay.mark.copied");
-            return Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect());
+        if !self.disks.iter().all(OverlayDisk::is_prepared) {
+            return Err(not_prepared());
         }
-        let marks: Option<Vec<Mark<'_>>> = self.disks.iter().map(OverlayDisk::next_mark).collect();
-        let marks = marks.ok_or_else(not_prepared)?;
+        self.disks.iter_mut().try_for_each(|disk| disk.copy_head(stopped))?;
+        self.pass("overlay.mark.copied");
+        let marks: Vec<Mark<'_>> = self.disks.iter().filter_map(OverlayDisk::next_mark).collect();
         if !marks.is_empty() {
             self.pass("overlay.mark.prepared");
             overlay::mark(stopped, &marks)?;
