@@ -345,7 +345,7 @@ def works(env: LibvirtEnvironment, plan: Plan) -> None:
 def _restore(env: LibvirtEnvironment, domain: EquippedDomain) -> None:
     """Replaces the domain by its checkpoint. Nothing of Rekindle is left in it afterwards."""
     store = env.store().fresh(domain.name)
-    lose_host(env, domain, store)
+    lose_host(env, domain, store, "--disk", "overlays")
     restore(env, domain, store)
     env.domains.call("detach", domain.name)
     domain.wait_ready()

@@ -30,14 +30,19 @@ def restored(env: LibvirtEnvironment, plan: Plan) -> None:
             store.remove()
 
 
-def lose_host(env: LibvirtEnvironment, domain: Domain, store: Store) -> str:
-    """Protects the domain, then removes it: neither libvirt nor a run directory remembers it. Returns the boot's id."""
+def lose_host(env: LibvirtEnvironment, domain: Domain, store: Store, *options: str) -> str:
+    """
+    Protects the domain, then removes it: neither libvirt nor a run directory remembers it. Returns the boot's id.
+
+    `options` are those of `rekindle protect`.
+    """
     # The kernel makes it up when it is read for the first time.
     boot = domain.command("boot-id")
+    counted = ("--count", str(CHECKPOINTS), *options)
     with env.attached(domain):
         with (
             loaded(domain),
-            protected(env.domains, domain.name, store, EVERY, None, "--count", str(CHECKPOINTS)) as protector,
+            protected(env.domains, domain.name, store, EVERY, None, *counted) as protector,
         ):
             protector.join()
         env.libvirt.destroy(domain.name)
