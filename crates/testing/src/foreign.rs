@@ -106,7 +106,7 @@ impl<'a> QemuOptions<'a> {
         let mut command = self.program(directory);
         command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
         command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
-        command.args(["-append", &format!("console=ttyS0 quiet {}{}", micro::ONE_CPU, self.kernel_options)]);
+        command.args(["-append", &format!("{} {}{}", micro::KERNEL_OPTIONS, micro::ONE_CPU, self.kernel_options)]);
         command.args(["-serial", &format!("file:{}", path("console"))]);
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
         let forward = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{}", micro::PORT);

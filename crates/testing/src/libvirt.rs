@@ -9,7 +9,7 @@
 //! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
 //! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
 
-use crate::micro::{self, ONE_CPU, exchange, free_port};
+use crate::micro::{self, KERNEL_OPTIONS, ONE_CPU, exchange, free_port};
 use crate::{DEADLINE, poll, tools};
 use nix::sched::{CloneFlags, unshare};
 use rekindle_kernel::process::Process;
@@ -34,8 +34,6 @@ const PRIVATE_DIRECTORIES: &[&str] =
     &["/run", "/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"];
 /// The daemon's configuration: root may connect without polkit, which does not run in a test.
 const DAEMON_CONFIGURATION: &str = "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n";
-/// On a busy host, a kernel under TCG may panic when it checks its timer (`IO-APIC + timer doesn't work`).
-const KERNEL_OPTIONS: &str = "console=ttyS0 quiet no_timer_check";
 const LIBVIRTD: &str = "/usr/sbin/libvirtd";
 const VIRTLOGD: &str = "/usr/sbin/virtlogd";
 const LIBVIRTD_PID_FILE: &str = "/run/libvirtd.pid";

@@ -14,6 +14,9 @@ pub const PORT: u16 = 7000;
 /// kernel boots, QEMU's emulation fails once in about 150 boots: a timer does not fire (`rcu_preempt detected stalls`),
 /// or QEMU ends with an assertion (`iotlb_to_section`).
 pub(crate) const ONE_CPU: &str = "maxcpus=1";
+/// Kernel options of each guest. On a busy host, a kernel under TCG may panic when it checks its timer
+/// (`IO-APIC + timer doesn't work`); under KVM it omits the check by itself.
+pub const KERNEL_OPTIONS: &str = "console=ttyS0 quiet no_timer_check";
 /// Ports for tests. The kernel does not give them to connections: those have ports from 32768 on.
 const TEST_PORTS: Range<u16> = 20_000..30_000;
 

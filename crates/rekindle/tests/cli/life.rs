@@ -1,6 +1,7 @@
 //! A VM's life without reboots: run, ls, show, console, stop; rejected commands; an unprivileged user.
 
 use crate::common::{DEADLINE, Lab, Net, wait_for};
+use rekindle_testing::micro::KERNEL_OPTIONS;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -225,7 +226,7 @@ fn an_unprivileged_user_runs_and_reboots_a_vm() {
     let text = |net: &str| {
         format!(
             "name = \"mine\"\nmemory = \"128M\"\nsave_dir = {here:?}\n[boot]\nkernel = \"vmlinuz\"\ninitrd = \"initrd\"\n\
-             append = \"console=ttyS0 quiet\"\n[[net]]\n{net}\n"
+             append = \"{KERNEL_OPTIONS}\"\n[[net]]\n{net}\n"
         )
     };
     chown(&here, Some(uid), Some(uid)).unwrap();

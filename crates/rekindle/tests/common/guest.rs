@@ -5,6 +5,7 @@ use super::observe::{self, Qemu};
 use super::{DEADLINE, wait_for};
 use rekindle_kernel::netns;
 use rekindle_testing::micro::exchange;
+use rekindle_testing::poll;
 use serde_json::Value;
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -107,10 +108,11 @@ impl<'a> Guest<'a> {
     /// Waits until the guest answers.
     #[track_caller]
     pub fn wait_ready(&self) {
-        wait_for(&format!("guest {} to be up", self.name), DEADLINE, || {
+        let is_up = poll(DEADLINE, || {
             assert!(!self.qemus().is_empty(), "guest {}: its QEMU has ended\n{}", self.name, self.lab.state_report());
             self.is_up().then_some(())
         });
+        assert!(is_up.is_some(), "guest {} is not up\n{}", self.name, self.lab.state_report());
     }
 
     /// Returns the kernel's ID of this boot.

@@ -3,7 +3,7 @@
 use super::bridge::Bridge;
 use super::guest::Guest;
 use super::lab::Lab;
-use rekindle_testing::micro;
+use rekindle_testing::micro::{self, KERNEL_OPTIONS};
 use rekindle_testing::tools::qemu_new;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -138,7 +138,7 @@ impl<'a> Vm<'a> {
         let qemu = if keys.contains("qemu = ") { String::new() } else { format!("qemu = {:?}\n", qemu_new()) };
         format!(
             "name = \"{name}\"\nmemory = \"{memory}\"\n{qemu}{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
-             append = \"console=ttyS0 quiet {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
+             append = \"{KERNEL_OPTIONS} {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
         )
     }
 

@@ -8,6 +8,7 @@ use rekindle_kernel::userfault::remote;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
+use rekindle_testing::micro::KERNEL_OPTIONS;
 use rekindle_testing::process::open_files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -480,7 +481,7 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let xml = format!(
         "<domain type='qemu'><name>{name}</name><memory unit='MiB'>192</memory><vcpu>2</vcpu>
          <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
-         <cmdline>console=ttyS0 quiet rekindle.tick=20 rekindle.touch=40M</cmdline></os>
+         <cmdline>{KERNEL_OPTIONS} rekindle.tick=20 rekindle.touch=40M</cmdline></os>
          <features><acpi/></features><cpu mode='maximum'/><devices><emulator>{emulator}</emulator>
          <serial type='file'><source path='{console}'/></serial>
          <interface type='user'><mac address='52:54:00:12:34:99'/><model type='virtio'/></interface>
