@@ -254,26 +254,26 @@ fn an_overlay_that_was_put_in_vain_is_used_for_the_checkpoint_after_it() {
     assert_both_agree(guest, &expected, "restored");
 }
 
-#[test]
-fn overlays_are_merged_below_those_of_a_checkpoint_that_was_not_committed() {
+/// Kills a protector at each of these fault points, one after the other. The next one must continue, and the guest must be
+/// restored with the disks of its checkpoint.
+fn continue_after_killed_at(points: &[&str]) {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    // The first protector has not merged what it has committed, and the second has not committed what it has sealed.
-    for (seed, point) in ["overlay.merge.unfenced", "overlay.seal.sealed"].into_iter().enumerate() {
+    for (seed, point) in points.iter().enumerate() {
         write_both(guest, seed as u64);
         let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
         Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
     }
-    write_both(guest, 3);
+    write_both(guest, 10);
     let expected = read_both(guest);
     let protected = protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
     assert_eq!(protected.len(), 2);
     for target in ["vda", "vdb"] {
         attached.assert_fenced(target);
     }
-    write_both(guest, 4);
+    write_both(guest, 11);
     attached.kill_qemu();
     restore(guest, &store, &[]);
     assert_both_agree(guest, &expected, "restored");
@@ -281,25 +281,15 @@ fn overlays_are_merged_below_those_of_a_checkpoint_that_was_not_committed() {
 }
 
 #[test]
+fn overlays_are_merged_below_those_of_a_checkpoint_that_was_not_committed() {
+    // The first protector has not merged what it has committed, and the second has not committed what it has sealed.
+    continue_after_killed_at(&["overlay.merge.unfenced", "overlay.seal.sealed"]);
+}
+
+#[test]
 fn protection_continues_after_several_checkpoints_were_not_committed() {
-    let libvirt = PrivateLibvirt::start();
-    let lab = Lab::without_root();
-    let attached = Attached::boot(&libvirt, &lab);
-    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
-    for seed in 0..4 {
-        write_both(guest, seed);
-        let fault = [("REKINDLE_FAULT", "overlay.seal.sealed:kill")];
-        Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
-    }
-    write_both(guest, 5);
-    let expected = read_both(guest);
-    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
-    write_both(guest, 6);
-    attached.kill_qemu();
-    restore(guest, &store, &[]);
-    assert_both_agree(guest, &expected, "restored");
-    guest.rekindle(&["stop", "--now"]).ok();
+    let not_committed = ["overlay.seal.sealed"; 4];
+    continue_after_killed_at(&[&["overlay.merge.unfenced"][..], &not_committed].concat());
 }
 
 #[test]
