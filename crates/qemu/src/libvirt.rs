@@ -303,7 +303,7 @@ impl Relay {
     fn answer(&mut self, command: &Value, fd: Option<OwnedFd>) -> Vec<String> {
         let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
         if name == "qmp_capabilities" {
-            return vec![json!({"return": {}}).to_string()];
+            return vec![reply_to(command)];
         }
         if name == CALL {
             let arguments = command.get("arguments").cloned().unwrap_or_default();
@@ -394,6 +394,11 @@ fn wait_resumed(events: &Receiver<MonitorEvent>, stop_sent: Duration, cont_sent:
 /// Returns the time of the host's clock.
 fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Returns the line of an empty reply with the `id` of `command`, as QEMU gives it.
+fn reply_to(command: &Value) -> String {
+    json!({"return": {}, "id": command.get("id")}).to_string()
 }
 
 /// Returns the line of an error reply of the relay, which [`Qmp`] does not take for QEMU's.
@@ -506,10 +511,10 @@ mod tests {
             let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 2}});
             writeln!(out, "{}", json!({"QMP": {"version": version}})).unwrap();
             let mut commands = CommandReader { socket: &monitor_end, unread: Vec::new(), fds: Vec::new() };
-            for reply in [json!({"return": {}}).to_string(), error_line("the daemon has ended")] {
-                commands.next().unwrap();
-                writeln!(out, "{reply}").unwrap();
-            }
+            let negotiation = commands.next().unwrap().command;
+            writeln!(out, "{}", reply_to(&negotiation)).unwrap();
+            commands.next().unwrap();
+            writeln!(out, "{}", error_line("the daemon has ended")).unwrap();
         });
         let mut qmp = Qmp::over(client_end, Duration::from_secs(30)).unwrap();
         let e = qmp.execute::<Value>("query-status", ()).unwrap_err();

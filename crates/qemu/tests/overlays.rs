@@ -12,15 +12,15 @@ use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_testing::firmware::FirmwareVm;
 use rekindle_testing::{DEADLINE, tools, wait_for};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
+use std::process::Command;
 use std::thread;
-use tempfile::TempDir;
 
 const DISK_BYTES: u64 = 16 << 20;
 const DEVICE: &str = "/machine/peripheral/disk0/virtio-backend";
@@ -52,19 +52,11 @@ fn qemu_img(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A QEMU with one disk. Killed on drop.
+/// A QEMU with one disk.
 struct Machine {
-    child: Child,
+    vm: FirmwareVm,
     qmp: Qmp,
     layout: Layout,
-    directory: TempDir,
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Machine {
@@ -79,29 +71,25 @@ impl Machine {
         } else {
             qemu_img(&["create", "-q", "-f", layout.format, &image, &size]);
         }
-        let mut command = Command::new(binary);
-        command.args(["-machine", "q35,accel=tcg", "-m", "64M", "-nodefaults", "-display", "none"]);
-        command.args(["-object", "iothread,id=io0", "-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
+        let mut arguments = vec!["-object".to_owned(), "iothread,id=io0".to_owned()];
         // libvirt's node names.
         let (file_node, node) = ("libvirt-1-storage", "libvirt-1-format");
         let iothread = if layout.has_iothread { ",iothread=io0" } else { "" };
         if layout.is_drive {
-            command.args(["-drive", &format!("file={image},format={},if=none,id={node}", layout.format)]);
+            arguments.extend(["-drive".into(), format!("file={image},format={},if=none,id={node}", layout.format)]);
         } else {
             let file = json!({"driver": "file", "filename": image, "node-name": file_node});
             let format = json!({"driver": layout.format, "file": file_node, "node-name": node});
-            command.args(["-blockdev", &file.to_string(), "-blockdev", &format.to_string()]);
+            arguments.extend(["-blockdev".into(), file.to_string(), "-blockdev".into(), format.to_string()]);
         }
-        command.args(["-device", &format!("virtio-blk-pci,id=disk0,drive={node}{iothread}")]);
-        let log = File::create(path("log")).unwrap();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
-        let socket = PathBuf::from(path("qmp"));
-        let qmp = wait_for("QMP", DEADLINE, || Qmp::connect(&socket, DEADLINE).ok());
-        Self { child, qmp, layout, directory }
+        arguments.extend(["-device".into(), format!("virtio-blk-pci,id=disk0,drive={node}{iothread}")]);
+        let vm = FirmwareVm::start(binary, directory, &["qmp"], &arguments);
+        let qmp = wait_for("QMP", DEADLINE, || Qmp::connect(&vm.path("qmp"), DEADLINE).ok());
+        Self { vm, qmp, layout }
     }
 
     fn path(&self, name: &str) -> String {
-        self.directory.path().join(name).to_str().unwrap().to_owned()
+        self.vm.path(name).to_str().unwrap().to_owned()
     }
 
     fn chain(&mut self) -> OverlayChain {
@@ -297,7 +285,7 @@ fn an_overlay_that_cannot_be_made_leaves_no_node() {
     let mut machine = Machine::start(tools::qemu_new(), RAW_DRIVE);
     let (chain, name) = (machine.chain(), OverlayName { disk: 0, epoch: 1 });
     // QEMU opens a directory for reading and cannot write a header into it.
-    let rejected = overlay::create(&mut machine.qmp, &chain, name, machine.directory.path());
+    let rejected = overlay::create(&mut machine.qmp, &chain, name, &machine.vm.path(""));
     assert!(rejected.is_err());
     let graph = BlockGraph::read(&mut machine.qmp).unwrap();
     assert!(!graph.has_node(&name.node()) && !graph.has_node(&name.file_node()));

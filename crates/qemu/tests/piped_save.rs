@@ -8,53 +8,34 @@ use rekindle_qemu::devices::DeviceStateError;
 use rekindle_qemu::guest::{self, run_state};
 use rekindle_qemu::piped_save::{HeldSave, PipedSave, close_leftovers};
 use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_testing::firmware::FirmwareVm;
 use rekindle_testing::process::open_files;
 use rekindle_testing::{DEADLINE, tools, wait_for};
 use serde_json::{Value, json};
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tempfile::TempDir;
 
 /// A plausible size of a device state: the actual one is larger.
 const STATE_BYTES: usize = 8192;
 /// How long a QEMU is observed that must not answer.
 const SILENCE: Duration = Duration::from_millis(300);
 
-/// A QEMU with two monitors. Killed on drop.
+/// A QEMU with two monitors.
 struct Machine {
-    child: Child,
+    vm: FirmwareVm,
     qmp: Qmp,
     other: Qmp,
     injector: Injector,
-    _directory: TempDir,
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Machine {
     fn start(binary: &Path) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
-        let mut command = Command::new(binary);
-        command.args(["-machine", "q35,accel=tcg", "-m", "64M", "-nodefaults", "-display", "none"]);
-        for name in ["qmp", "other"] {
-            command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(name))]);
-        }
-        let log = File::create(path("log")).unwrap();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
-        let [qmp, other] = ["qmp", "other"].map(|name| {
-            let socket = PathBuf::from(path(name));
-            wait_for("QMP", DEADLINE, || Qmp::connect(&socket, DEADLINE).ok())
-        });
-        let injector = Injector::new(Process::of(child.id()).unwrap()).unwrap();
-        Self { child, qmp, other, injector, _directory: directory }
+        let monitors = ["qmp", "other"];
+        let vm = FirmwareVm::start(binary, tempfile::tempdir().unwrap(), &monitors, &[]);
+        let [qmp, other] =
+            monitors.map(|name| wait_for("QMP", DEADLINE, || Qmp::connect(&vm.path(name), DEADLINE).ok()));
+        let injector = Injector::new(Process::of(vm.pid()).unwrap()).unwrap();
+        Self { vm, qmp, other, injector }
     }
 
     fn open(&mut self, state_bytes: usize) -> Option<PipedSave> {
@@ -81,7 +62,7 @@ fn on_each_qemu(test: impl Fn(Machine)) {
 #[test]
 fn the_guest_is_stopped_until_the_pipe_is_read_and_then_runs() {
     on_each_qemu(|mut machine| {
-        let files = open_files(machine.child.id());
+        let files = open_files(machine.vm.pid());
         let mut save = machine.open(STATE_BYTES).unwrap();
         for _ in 0..3 {
             let held = machine.begin(save).unwrap();
@@ -99,7 +80,7 @@ fn the_guest_is_stopped_until_the_pipe_is_read_and_then_runs() {
             save = pipe;
         }
         save.close(&mut machine.qmp).unwrap();
-        assert_eq!(open_files(machine.child.id()), files);
+        assert_eq!(open_files(machine.vm.pid()), files);
         assert_eq!(machine.qmp.execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
     });
 }
@@ -107,7 +88,7 @@ fn the_guest_is_stopped_until_the_pipe_is_read_and_then_runs() {
 #[test]
 fn the_guest_runs_again_without_the_process_that_reads_the_pipe() {
     on_each_qemu(|mut machine| {
-        let files = open_files(machine.child.id());
+        let files = open_files(machine.vm.pid());
         let save = machine.open(STATE_BYTES).unwrap();
         // As the kernel does when the process is killed.
         drop(machine.begin(save).unwrap());
@@ -118,9 +99,9 @@ fn the_guest_runs_again_without_the_process_that_reads_the_pipe() {
         let save = machine.open(STATE_BYTES).unwrap();
         let (_, saved) = machine.begin(save).unwrap().finish(&mut machine.qmp).unwrap();
         assert!(saved.is_some());
-        assert_ne!(open_files(machine.child.id()), files);
+        assert_ne!(open_files(machine.vm.pid()), files);
         close_leftovers(&mut machine.qmp, machine.injector).unwrap();
-        assert_eq!(open_files(machine.child.id()), files);
+        assert_eq!(open_files(machine.vm.pid()), files);
         close_leftovers(&mut machine.qmp, machine.injector).unwrap();
     });
 }

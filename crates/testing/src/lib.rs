@@ -1,12 +1,13 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
-//! guest that were not started by Rekindle, a private libvirt, clients of VNC and SPICE servers, a disk in memory that can lose
-//! power, huge pages of the host, and waiting.
+//! guest that were not started by Rekindle, QEMUs with the firmware alone, a private libvirt, clients of VNC and SPICE
+//! servers, a disk in memory that can lose power, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 pub mod crash_disk;
+pub mod firmware;
 pub mod foreign;
 pub mod hugepages;
 pub mod libvirt;

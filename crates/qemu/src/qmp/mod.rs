@@ -32,12 +32,16 @@ use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Default time limit for an answer. QEMU answers within milliseconds; while it writes a snapshot or waits for a
 /// disk, it may take seconds.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// What a new connection waits for first, in errors.
+const GREETING: &str = "greeting";
+/// The command that enables all others.
+const NEGOTIATION: &str = "qmp_capabilities";
 /// Limit of an answer or an event, in bytes. The longest is the answer to `query-qmp-schema`, of 250 kB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Class of an error that is not QEMU's: libvirt has not passed the command on.
@@ -108,10 +112,9 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::connect`].
     pub fn over(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
-        let during = "greeting";
         // A peer that does not read lets the socket's buffer fill up: limit the time of a send.
         set_socket_timeout(&stream, Timeout::Send, Some(DEFAULT_TIMEOUT))
-            .map_err(|e| QmpError::Io { during: during.into(), source: e.into() })?;
+            .map_err(|e| QmpError::Io { during: GREETING.into(), source: e.into() })?;
         let mut qmp = Self {
             lines: Lines::new(stream, MAX_MESSAGE_BYTES),
             events: KeptEvents::default(),
@@ -119,15 +122,48 @@ impl Qmp {
             version: Version { major: 0, minor: 0, micro: 0 },
             timeout,
         };
-        let deadline = Instant::now() + timeout;
-        match qmp.next_message(during, deadline, timeout)?.message {
-            Message::Greeting { qmp: greeting } => qmp.version = greeting.version.qemu,
-            _ => return Err(QmpError::Protocol { during: during.into(), text: "no greeting".into() }),
-        }
-        qmp.send("qmp_capabilities", (), &[])?;
-        qmp.reply_by::<Value>("qmp_capabilities", deadline)?;
+        qmp.negotiate()?;
         qmp.timeout = DEFAULT_TIMEOUT;
         Ok(qmp)
+    }
+
+    /// Waits for the greeting, and enables commands.
+    ///
+    /// QEMU accepts a connection while it still executes a command of the client before, whose reply and events it
+    /// then sends to this one. It executes one command at a time: everything that is not for this client arrives before
+    /// the reply to this client's first command, which is recognized by its `id`.
+    fn negotiate(&mut self) -> Result<(), QmpError> {
+        let deadline = Instant::now() + self.timeout;
+        self.version = self.first_message(GREETING, deadline, |message| match message {
+            Message::Greeting { qmp: greeting } => Some(Ok(greeting.version.qemu)),
+            _ => None,
+        })?;
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let own_id = Value::from(format!("{}-{}", std::process::id(), since_1970.as_nanos()));
+        self.write(NEGOTIATION, &command_json(NEGOTIATION, (), Some(&own_id))?, &[])?;
+        self.first_message(NEGOTIATION, deadline, |message| match message {
+            Message::Return { id, .. } if id == own_id => Some(Ok(())),
+            Message::Error { id, error } if id == own_id => Some(Err(error.of(NEGOTIATION))),
+            _ => None,
+        })
+    }
+
+    /// Returns what `select` gives for the first message for which it gives something. The others are dropped.
+    fn first_message<T>(
+        &mut self,
+        during: &str,
+        deadline: Instant,
+        select: impl Fn(Message) -> Option<Result<T, QmpError>>,
+    ) -> Result<T, QmpError> {
+        loop {
+            if let Some(result) = select(self.next_message(during, deadline, self.timeout)?.message) {
+                return result;
+            }
+            // QEMU may send events without end.
+            if Instant::now() > deadline {
+                return Err(QmpError::Timeout { during: during.into(), after: self.timeout });
+            }
+        }
     }
 
     /// Returns the version from QEMU's greeting.
@@ -172,7 +208,7 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
     pub fn send(&mut self, command: &str, arguments: impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
-        self.write(command, &command_json(command, arguments)?, fds)
+        self.write(command, &command_json(command, arguments, None)?, fds)
     }
 
     /// Sends all of a command except its closing brace, which [`Qmp::fire`] sends.
@@ -183,7 +219,7 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
     pub fn stage(&mut self, command: &str, arguments: impl Serialize) -> Result<(), QmpError> {
-        let json = command_json(command, arguments)?;
+        let json = command_json(command, arguments, None)?;
         let (_brace, without_brace) = json.split_last().unwrap_or((&b'}', &[]));
         self.write(command, without_brace, &[])
     }
@@ -269,13 +305,8 @@ impl Qmp {
                 self.overdue_answers -= 1;
                 Ok(None)
             }
-            Message::Error { error } if error.class == LIBVIRT_ERROR_CLASS => {
-                Err(QmpError::NotPassedOn { command: command.into(), message: error.desc })
-            }
-            Message::Error { error } => {
-                Err(QmpError::Refused { command: command.into(), class: error.class, description: error.desc })
-            }
-            Message::Return { value } => serde_json::from_value(value.clone()).map(Some).map_err(|_| {
+            Message::Error { error, .. } => Err(error.of(command)),
+            Message::Return { value, .. } => serde_json::from_value(value.clone()).map(Some).map_err(|_| {
                 QmpError::Protocol { during: command.into(), text: value.to_string().chars().take(200).collect() }
             }),
             Message::Greeting { .. } => {

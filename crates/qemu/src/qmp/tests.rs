@@ -4,39 +4,73 @@ use super::*;
 use std::io::Write;
 use std::thread;
 
-const GREETING: &str =
+const WELCOME: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
 
 /// Simulates a QEMU that greets, accepts `qmp_capabilities`, and then runs `serve` with its end of the socket.
 fn qemu(serve: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
+    qemu_after_another_client(&[], &[], serve).unwrap()
+}
+
+/// Like [`qemu`], but sends the lines `before_greeting` and `before_reply`, as if they were for a client before.
+fn qemu_after_another_client(
+    before_greeting: &'static [&'static str],
+    before_reply: &'static [&'static str],
+    serve: impl FnOnce(UnixStream) + Send + 'static,
+) -> Result<Qmp, QmpError> {
     let (client_end, qemu_end) = UnixStream::pair().unwrap();
     thread::spawn(move || {
         let mut out = qemu_end.try_clone().unwrap();
-        writeln!(out, "{GREETING}").unwrap();
+        for line in before_greeting.iter().chain(&[WELCOME]) {
+            writeln!(out, "{line}").unwrap();
+        }
         let mut commands = serde_json::Deserializer::from_reader(&qemu_end).into_iter::<Value>();
-        commands.next().unwrap().unwrap();
-        writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
+        let negotiation = commands.next().unwrap().unwrap();
+        for line in before_reply {
+            writeln!(out, "{line}").unwrap();
+        }
+        writeln!(out, "{}", serde_json::json!({"return": {}, "id": negotiation["id"]})).unwrap();
         drop(commands);
         serve(out);
     });
-    Qmp::over(client_end, Duration::from_secs(10)).unwrap()
+    Qmp::over(client_end, Duration::from_secs(10))
 }
 
 /// Simulates a QEMU that answers each command with the next of `answers`.
 fn qemu_with_answers(answers: &'static [&'static str]) -> Qmp {
-    qemu(move |mut out| {
-        // Like QEMU's parser, this one takes a command at its closing brace, without a line end.
-        let mut commands = serde_json::Deserializer::from_reader(out.try_clone().unwrap()).into_iter::<Value>();
-        for answer in answers {
-            if commands.next().is_none() {
-                return;
-            }
-            // Two writes: a line may arrive in pieces.
-            let (first_half, second_half) = answer.split_at(answer.len() / 2);
-            out.write_all(first_half.as_bytes()).unwrap();
-            writeln!(out, "{second_half}").unwrap();
+    qemu(|out| answer_each(out, answers))
+}
+
+/// Answers each command with the next of `answers`.
+fn answer_each(mut out: UnixStream, answers: &[&str]) {
+    // Like QEMU's parser, this one takes a command at its closing brace, without a line end.
+    let mut commands = serde_json::Deserializer::from_reader(out.try_clone().unwrap()).into_iter::<Value>();
+    for answer in answers {
+        if commands.next().is_none() {
+            return;
         }
-    })
+        // Two writes: a line may arrive in pieces.
+        let (first_half, second_half) = answer.split_at(answer.len() / 2);
+        out.write_all(first_half.as_bytes()).unwrap();
+        writeln!(out, "{second_half}").unwrap();
+    }
+}
+
+#[test]
+fn what_qemu_sends_to_a_client_before_is_not_taken_for_an_answer() {
+    const STOP: &str = r#"{"timestamp": {"seconds": 7, "microseconds": 5}, "event": "STOP"}"#;
+    const REPLIES: &[&str] = &[
+        STOP,
+        r#"{"return": {}}"#,
+        r#"{"return": {}, "id": "libvirt-7"}"#,
+        r#"{"error": {"class": "GenericError", "desc": "x"}}"#,
+    ];
+    for (before_greeting, before_reply) in [(REPLIES, REPLIES), (REPLIES, &[]), (&[], REPLIES)] {
+        let serve = |out| answer_each(out, &[r#"{"return": 1}"#]);
+        let mut qmp = qemu_after_another_client(before_greeting, before_reply, serve).unwrap();
+        assert_eq!(qmp.execute::<u32>("first", ()).unwrap(), 1);
+        assert_eq!(qmp.kept_events().count(), 0);
+    }
 }
 
 #[test]
