@@ -22,6 +22,7 @@ use rekindle_testing::tools::{qemu_new, qemu_old};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::Write;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -161,11 +162,13 @@ fn a_socket_that_is_not_of_qemu_is_rejected() {
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let answer = thread::spawn(move || {
         let (stream, _) = listener.accept().unwrap();
-        let mut write = &stream;
+        let mut replies = &stream;
         let greeting = json!({"QMP": {"version": {"qemu": {"major": 1, "minor": 0, "micro": 0}}, "capabilities": []}});
-        std::io::Write::write_all(&mut write, format!("{greeting}\n{{\"return\": {{}}}}\n").as_bytes()).unwrap();
-        let mut rest = Vec::new();
-        let _ = std::io::Read::read_to_end(&mut &stream, &mut rest);
+        writeln!(replies, "{greeting}").unwrap();
+        let mut commands = serde_json::Deserializer::from_reader(&stream).into_iter::<Value>();
+        let negotiation = commands.next().unwrap().unwrap();
+        writeln!(replies, "{}", json!({"return": {}, "id": negotiation["id"]})).unwrap();
+        let _ = commands.next();
     });
     let e = adopt(&path, Duration::from_secs(30)).unwrap_err();
     assert!(e.to_string().contains("no QEMU holds the socket"), "{e}");

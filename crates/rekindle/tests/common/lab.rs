@@ -154,7 +154,10 @@ impl Lab {
         let mut text = String::new();
         let tail = |path: &Path, lines: usize| {
             let content = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-            let shown: Vec<_> = content.lines().filter(|line| !line.starts_with("tick ")).collect();
+            // Of the guest's ticks only the newest, which shows how long its kernel has run.
+            let newest_tick = content.lines().rfind(|line| line.starts_with("tick "));
+            let other_lines = content.lines().filter(|line| !line.starts_with("tick "));
+            let shown: Vec<_> = other_lines.chain(newest_tick).collect();
             shown
                 .iter()
                 .skip(shown.len().saturating_sub(lines))

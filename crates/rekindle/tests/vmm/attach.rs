@@ -353,7 +353,7 @@ fn serve_qmp_without_qemu(path: &Path) {
                 let Ok(command) = command else { break };
                 let asks_for_cpus = command["execute"] == "query-cpus-fast";
                 let answer = if asks_for_cpus { json!([{"thread-id": std::process::id()}]) } else { json!({}) };
-                let _ = writeln!(replies, "{}", json!({ "return": answer }));
+                let _ = writeln!(replies, "{}", json!({ "return": answer, "id": command["id"] }));
             }
         }
     });
