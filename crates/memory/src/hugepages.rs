@@ -44,12 +44,13 @@ impl HugePages {
             let text = fs::read_to_string(&path).map_err(|e| failed(&e))?;
             text.trim().parse::<u64>().map_err(|e| failed(&e)).map(|pages| pages.saturating_mul(page))
         };
+        let (free, reserved) = read_together(|| pages("free_hugepages"), || pages("resv_hugepages"))?;
         let overcommit = pages("nr_overcommit_hugepages")?.saturating_sub(pages("surplus_hugepages")?);
         Ok(Some(Self {
             page,
             pool: pages("nr_hugepages")?.saturating_sub(pages("surplus_hugepages")?),
-            free: pages("free_hugepages")?.saturating_add(overcommit),
-            reserved: pages("resv_hugepages")?,
+            free: free.saturating_add(overcommit),
+            reserved,
             // Without `size=` a mount reports 0 blocks or, with `min_size=`, the largest number.
             limit: (stat.f_blocks != 0 && stat.f_blocks != u64::MAX).then(|| stat.f_bavail.saturating_mul(page)),
         }))
@@ -73,6 +74,21 @@ impl HugePages {
     }
 }
 
+/// Reads how much is free and how much of it is reserved. A guest that touches a reserved page lowers both between two
+/// reads: they are repeated. If they change without end, less is reported to be left than there is.
+fn read_together(free: impl Fn() -> io::Result<u64>, reserved: impl Fn() -> io::Result<u64>) -> io::Result<(u64, u64)> {
+    const ATTEMPTS: usize = 1000;
+    let (mut before, mut attempts) = (reserved()?, 0);
+    loop {
+        let (free, after) = (free()?, reserved()?);
+        attempts += 1;
+        if after == before || attempts == ATTEMPTS {
+            return Ok((free, before.max(after)));
+        }
+        before = after;
+    }
+}
+
 /// Returns the sysfs directory of the pool of this page size.
 fn directory(page: u64) -> PathBuf {
     Path::new("/sys/kernel/mm/hugepages").join(format!("hugepages-{}kB", page >> 10))
@@ -81,6 +97,7 @@ fn directory(page: u64) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
 
     const PAGE: u64 = 2 << 20;
     const POOL: HugePages =
@@ -100,6 +117,25 @@ mod tests {
         assert_eq!(remedy, "enlarge the pool: echo 41 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages");
         let remedy = HugePages { limit: Some(20 * PAGE), ..POOL }.remedy(21 * PAGE);
         assert_eq!(remedy, "mount it with a larger `size=`");
+    }
+
+    #[test]
+    fn a_page_that_is_touched_between_two_reads_is_not_counted_as_left() {
+        // At each read of what is free, a guest touches one of the ten pages that were reserved, until none is left.
+        let touched = Cell::new(0);
+        let free = || {
+            let now = 30 - touched.get();
+            touched.set((touched.get() + 1).min(10));
+            Ok(now)
+        };
+        assert_eq!(read_together(free, || Ok(10 - touched.get())).unwrap(), (20, 0));
+        // Without end.
+        let reads = Cell::new(0);
+        let reserved = || {
+            reads.set(reads.get() + 1);
+            Ok(10 + reads.get() % 2)
+        };
+        assert_eq!(read_together(|| Ok(30), reserved).unwrap(), (30, 11));
     }
 
     #[test]

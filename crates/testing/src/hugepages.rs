@@ -49,7 +49,13 @@ impl HugePages {
     /// Returns the bytes of the pool that are neither used nor reserved.
     pub fn free_bytes(&self) -> u64 {
         let page_count = |name| read_pool(name).expect("the pool");
-        page_count("free_hugepages").saturating_sub(page_count("resv_hugepages")) * HUGE_PAGE_SIZE
+        loop {
+            // A guest that touches a reserved page lowers both numbers.
+            let (reserved, free) = (page_count("resv_hugepages"), page_count("free_hugepages"));
+            if page_count("resv_hugepages") == reserved {
+                return free.saturating_sub(reserved) * HUGE_PAGE_SIZE;
+            }
+        }
     }
 }
 
