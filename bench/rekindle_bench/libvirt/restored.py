@@ -31,8 +31,7 @@ def restored(env: LibvirtEnvironment, plan: Plan) -> None:
 
 
 def lose_host(env: LibvirtEnvironment, domain: Domain, store: Store, *options: str) -> str:
-    """
-    Protects the domain, then removes it: neither libvirt nor a run directory remembers it. Returns the boot's id.
+    """Protects the domain, then removes it: neither libvirt nor a run directory remembers it. Returns the boot's id.
 
     `options` are those of `rekindle protect`.
     """
