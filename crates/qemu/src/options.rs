@@ -98,6 +98,14 @@ impl Options {
         }
     }
 
+    /// Sets a key to JSON's null, which `key=value` form writes as an empty text.
+    pub fn set_null(&mut self, key: &str) {
+        match self {
+            Self::Pairs(_) => self.set(key, ""),
+            Self::Json(map) => drop(map.insert(key.into(), Value::Null)),
+        }
+    }
+
     /// Removes each key for which `is_removed` is true.
     pub fn remove(&mut self, is_removed: impl Fn(&str) -> bool) {
         match self {

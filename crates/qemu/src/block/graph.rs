@@ -19,7 +19,7 @@ const FILTER_DRIVERS: [&str; 8] =
 const MERGE_FILTERS: [&str; 2] = ["commit_top", "mirror_top"];
 
 /// One node as QEMU describes it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockNode {
     pub driver: String,
     /// File name, or a `json:` description if there is none.
@@ -64,7 +64,7 @@ impl OverlayChain {
 }
 
 /// Nodes by name.
-pub(super) type BlockNodes = BTreeMap<String, BlockNode>;
+pub(crate) type BlockNodes = BTreeMap<String, BlockNode>;
 
 /// Devices, nodes and jobs of a QEMU at one moment.
 #[derive(Debug)]
@@ -106,7 +106,7 @@ struct NestedNode {
 }
 
 /// Reads the nodes alone, for use while the guest is stopped.
-pub(super) fn read_nodes(qmp: &mut Qmp) -> Result<BlockNodes, QmpError> {
+pub(crate) fn read_nodes(qmp: &mut Qmp) -> Result<BlockNodes, QmpError> {
     Ok(by_name(qmp.execute("query-named-block-nodes", json!({"flat": true}))?))
 }
 

@@ -1,8 +1,9 @@
 //! Properties of a running machine that its command line does not show.
 
-use super::inventory::{device_name, node_names};
+use super::inventory::{device_name, node_names, storage_nodes};
 use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
+use crate::block::graph::{self, BlockNode};
 use crate::foreign::{self, MachineFacts};
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::{self, RamBlock};
@@ -17,6 +18,8 @@ pub struct RunningFacts {
     pub machine: MachineFacts,
     pub ram_blocks: Vec<RamBlock>,
     pub drives: Vec<Drive>,
+    /// All block nodes, by name.
+    pub nodes: BTreeMap<String, BlockNode>,
     /// The descriptors that QEMU has for each set of `-add-fd`. They have other numbers than on the command line.
     pub fd_sets: BTreeMap<u32, Vec<RawFd>>,
     pub vnc_servers: Vec<VncServer>,
@@ -31,6 +34,8 @@ pub struct Drive {
     pub file: Option<String>,
     /// Names of the block nodes of its image and of the backing images, its own first.
     pub nodes: Vec<String>,
+    /// The nodes of the files in which these images are, by the names of the images' nodes.
+    pub storages: BTreeMap<String, String>,
     /// Whether the tray is open.
     pub tray_open: bool,
     /// Whether its rate is limited.
@@ -61,6 +66,7 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
         machine,
         ram_blocks: ramblock::list(qmp)?,
         drives: drives.iter().filter_map(|entry| drive(entry, &chains)).collect(),
+        nodes: graph::read_nodes(qmp)?,
         fd_sets: fd_sets.into_iter().map(members).collect(),
         vnc_servers: vnc::servers(qmp)?,
     })
@@ -79,6 +85,7 @@ fn drive(entry: &Value, chains: &[Value]) -> Option<Drive> {
         device: text("/qdev").or_else(|| text("/device"))?.to_owned(),
         file: text("/inserted/file").map(str::to_owned),
         nodes: chain.map(node_names).unwrap_or_default(),
+        storages: chain.map(storage_nodes).unwrap_or_default(),
         tray_open: entry.get("tray_open").and_then(Value::as_bool).unwrap_or(false),
         is_limited: LIMITS.iter().any(|name| limit(name) > 0),
     })
@@ -96,13 +103,16 @@ mod tests {
         let device = "/machine/peripheral/virtio-disk0/virtio-backend".to_owned();
         let file = Some("/images/a".to_owned());
         let chain = json!({"qdev": "/machine/peripheral/virtio-disk0/virtio-backend", "node-name": "top",
-            "backing": {"node-name": "base"}});
+            "parent": {"node-name": "top-file"}, "backing": {"node-name": "base", "parent": {"node-name": "base-file"}}});
         let nodes = vec!["top".to_owned(), "base".to_owned()];
-        assert_eq!(drive(&disk, &[chain]), Some(Drive { device, file, nodes, tray_open: false, is_limited: true }));
+        let storages = nodes.iter().map(|node| (node.clone(), format!("{node}-file"))).collect();
+        let expected = Drive { device, file, nodes, storages, tray_open: false, is_limited: true };
+        assert_eq!(drive(&disk, &[chain]), Some(expected));
         let empty = json!({"device": "ide1-cd0", "tray_open": true});
         let device = "ide1-cd0".to_owned();
-        let nodes = Vec::new();
-        assert_eq!(drive(&empty, &[]), Some(Drive { device, file: None, nodes, tray_open: true, is_limited: false }));
+        let (nodes, storages) = (Vec::new(), BTreeMap::new());
+        let expected = Drive { device, file: None, nodes, storages, tray_open: true, is_limited: false };
+        assert_eq!(drive(&empty, &[]), Some(expected));
         assert_eq!(drive(&json!({"device": "", "inserted": {"file": "/images/a"}}), &[]), None);
     }
 }

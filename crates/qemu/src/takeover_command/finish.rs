@@ -1,11 +1,10 @@
 //! The end of a rewrite: Rekindle's own monitors, and checks that the command line describes the machine as it is now.
 //! The *source* is the QEMU that runs the guest, the *destination* the one that takes it over ([`super`]).
 
-use super::{CommandLine, Descriptor, OWN_ID_PREFIX, OWN_MONITORS, Rewriter, facts::Drive, pid_file};
+use super::{CommandLine, Descriptor, OWN_ID_PREFIX, OWN_MONITORS, Rewriter, pid_file};
 use crate::adopt::Obstacle;
-use crate::foreign::{CommandOption, device_differences, disk_differences};
+use crate::foreign::{CommandOption, device_differences};
 use crate::options::Options;
-use std::collections::BTreeSet;
 
 impl Rewriter<'_> {
     /// Completes the command line, or returns everything that cannot be taken over.
@@ -13,10 +12,11 @@ impl Rewriter<'_> {
         self.finish_machine();
         self.check_display();
         self.check_nographic();
-        let machine = &self.facts.machine;
-        self.obstacles.extend(device_differences(&self.devices, &machine.devices));
-        self.obstacles.extend(disk_differences(&self.devices, &self.block_nodes, &machine.disks));
-        self.check_drives();
+        let devices: Vec<Options> = self.devices.iter().map(|device| device.options.clone()).collect();
+        self.obstacles.extend(device_differences(&devices, &self.facts.machine.devices));
+        self.follow_images();
+        self.check_disks();
+        self.leave_out_removed();
         self.check_fd_sets();
         self.add_own_monitors();
         if let Some(path) = &self.pid_file {
@@ -38,6 +38,14 @@ impl Rewriter<'_> {
             spice_server: self.spice_server,
             pid_file: self.pid_file,
         })
+    }
+
+    /// Removes the options whose values are at the positions in `removed`.
+    fn leave_out_removed(&mut self) {
+        let removed = std::mem::take(&mut self.removed);
+        let is_kept = |position: usize| !removed.contains(&position) && !removed.contains(&(position + 1));
+        let arguments = std::mem::take(&mut self.arguments).into_iter().enumerate();
+        self.arguments = arguments.filter(|(position, _)| is_kept(*position)).map(|(_, argument)| argument).collect();
     }
 
     fn add_own_monitors(&mut self) {
@@ -83,83 +91,5 @@ impl Rewriter<'_> {
         for (argument, why) in missing {
             self.refuse(argument, why);
         }
-    }
-
-    /// Rejects drives whose medium, backing images, tray or limits have changed since the start.
-    fn check_drives(&mut self) {
-        let facts = self.facts;
-        let is_limit = |key: &str| key.starts_with("throttling.") || ["bps", "iops"].contains(&key);
-        let limits_are_given = self.drives.iter().any(|drive| drive.keys().into_iter().any(is_limit));
-        for Drive { device, file, nodes, tray_open, is_limited } in &facts.drives {
-            let what = format!("disk {device}");
-            let given_node = self.node_of(device);
-            if file.is_some() && self.is_empty_drive(device) {
-                let why = "its medium was inserted while the guest ran: eject it (virsh change-media --eject), or start \
-                           the VM with it";
-                self.refuse(&what, why);
-            }
-            if given_node.as_ref() == nodes.first() && self.has_other_backing(nodes) {
-                let why = "its backing images have changed while the guest ran (blockpull, blockcommit): shut the \
-                           guest down and start it again";
-                self.refuse(&what, why);
-            }
-            if *is_limited && !limits_are_given {
-                self.refuse(
-                    &what,
-                    "its rate was limited while the guest ran, and Rekindle does not carry limits over yet",
-                );
-            }
-            if *tray_open {
-                self.refuse(&what, "its tray is open: close it");
-            }
-            if file.is_none() && given_node.as_ref().is_some_and(|node| self.has_medium(node)) {
-                self.refuse(&what, "its medium was ejected while the guest ran: start the VM without it");
-            }
-            let given_file = given_node.and_then(|node| self.file_of(&node));
-            if let (Some(given), Some(current)) = (given_file, file)
-                && given.starts_with('/')
-                && current.starts_with('/')
-                && given != *current
-            {
-                let why =
-                    format!("the command line gives it {given}, but it shows {current} now: start the VM with that");
-                self.refuse(&what, why);
-            }
-        }
-    }
-
-    /// Returns what the device's `drive=` names.
-    fn node_of(&self, qom_path: &str) -> Option<String> {
-        self.device_of(qom_path)?.get("drive")
-    }
-
-    fn device_of(&self, qom_path: &str) -> Option<&Options> {
-        let parts: BTreeSet<&str> = qom_path.split('/').collect();
-        self.devices.iter().find(|device| device.get("id").is_some_and(|id| parts.contains(id.as_str())))
-    }
-
-    /// Returns whether the command line gives the device no medium. Floppy controllers have `driveA=` and `driveB=`.
-    fn is_empty_drive(&self, qom_path: &str) -> bool {
-        let names_drive = |key: &&str| key.starts_with("drive") && *key != "driver";
-        self.device_of(qom_path).is_some_and(|device| !device.keys().iter().any(names_drive))
-    }
-
-    /// Returns whether the command line states other backing images than these nodes have, from the drive's own on.
-    fn has_other_backing(&self, nodes: &[String]) -> bool {
-        let below = nodes.iter().skip(1).map(Some).chain([None]);
-        nodes
-            .iter()
-            .zip(below)
-            .any(|(node, below)| self.backing_nodes.get(node).is_some_and(|stated| stated.as_ref() != below))
-    }
-
-    /// Returns whether the command line gives the drive or block node `name` a file.
-    fn has_medium(&self, name: &str) -> bool {
-        self.block_nodes.contains(name) || self.file_of(name).is_some()
-    }
-
-    /// Returns the file of the `-drive` with this id.
-    fn file_of(&self, id: &str) -> Option<String> {
-        self.drives.iter().find(|drive| drive.get("id").as_deref() == Some(id))?.get("file")
     }
 }

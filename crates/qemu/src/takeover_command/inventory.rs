@@ -297,8 +297,20 @@ pub(super) fn device_name(entry: &Value) -> Option<String> {
 
 /// Returns the names of the nodes of an entry of `query-blockstats`, that of the drive first, then the backing images.
 pub(super) fn node_names(chain: &Value) -> Vec<String> {
-    let chain = std::iter::successors(Some(chain), |node| node.get("backing"));
-    chain.filter_map(|node| Some(node.get("node-name")?.as_str()?.to_owned())).collect()
+    images_of(chain).filter_map(node_name).collect()
+}
+
+/// Returns the nodes of the files in which the images of an entry of `query-blockstats` are, by the images' nodes.
+pub(super) fn storage_nodes(chain: &Value) -> BTreeMap<String, String> {
+    images_of(chain).filter_map(|image| Some((node_name(image)?, node_name(image.get("parent")?)?))).collect()
+}
+
+fn images_of(chain: &Value) -> impl Iterator<Item = &Value> {
+    std::iter::successors(Some(chain), |node| node.get("backing"))
+}
+
+fn node_name(node: &Value) -> Option<String> {
+    Some(node.get("node-name")?.as_str()?.to_owned())
 }
 
 /// Describes the images of an entry of `query-blockstats`, which is nested as the nodes are. Their names are left out:

@@ -13,6 +13,7 @@
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
 //! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
 //! | files of character devices | appended to, not truncated |
+//! | images of disks (`-blockdev`) | those that the disks have now |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
 //! ([`crate::foreign`] derives a machine for *another* host from such a command line: without its sockets, files and
@@ -62,6 +63,7 @@
 
 mod character_devices;
 mod descriptors;
+mod disks;
 mod display;
 mod facts;
 mod finish;
@@ -237,18 +239,36 @@ struct Rewriter<'a> {
     pid_file: Option<String>,
     /// Ids of the memory backends that the command line names.
     backends: Vec<String>,
-    devices: Vec<Options>,
-    /// Names of the block nodes that the command line names.
-    block_nodes: BTreeSet<String>,
+    devices: Vec<OptionAt>,
+    /// The options of the block nodes that the command line names.
+    block_nodes: BTreeMap<String, OptionAt>,
     /// Backing nodes that the command line states, by the names of the nodes above them; `None` for no backing image.
     backing_nodes: BTreeMap<String, Option<String>>,
     /// Values of `-drive`.
     drives: Vec<Options>,
+    /// Positions in `arguments` of the values of options that are left out at the end.
+    removed: BTreeSet<usize>,
     /// Sets of `-add-fd`.
     fd_sets: BTreeSet<String>,
     /// Number of options so far that make a character device without an id, by the name that QEMU gives it.
     unnamed_chardevs: BTreeMap<&'static str, usize>,
     given: GivenOptions,
+}
+
+/// An option of the rewritten command line that may change until its end.
+struct OptionAt {
+    /// Index of its value in the arguments.
+    position: usize,
+    options: Options,
+}
+
+impl OptionAt {
+    /// Writes the value into the command line.
+    fn write(&self, arguments: &mut [String]) {
+        if let Some(argument) = arguments.get_mut(self.position) {
+            *argument = self.options.to_string();
+        }
+    }
 }
 
 /// Which options a command line has.
@@ -293,9 +313,10 @@ pub fn rewrite(
         pid_file: None,
         backends: Vec::new(),
         devices: Vec::new(),
-        block_nodes: BTreeSet::new(),
+        block_nodes: BTreeMap::new(),
         backing_nodes: BTreeMap::new(),
         drives: Vec::new(),
+        removed: BTreeSet::new(),
         fd_sets: BTreeSet::new(),
         unnamed_chardevs: BTreeMap::new(),
         given: GivenOptions { daemonize: options.iter().any(|o| o.name == "daemonize"), ..GivenOptions::default() },
@@ -375,6 +396,12 @@ impl Rewriter<'_> {
         self.arguments.extend(option.value.map(str::to_owned));
     }
 
+    /// Keeps an option word for word. `options` is its value, which may change until the end.
+    fn keep_changeable(&mut self, option: &CommandOption<'_>, options: Options) -> OptionAt {
+        self.keep_unchanged(option);
+        OptionAt { position: self.arguments.len().saturating_sub(1), options }
+    }
+
     /// Parses the value of an option. `None` after an obstacle was added.
     fn parse(&mut self, option: &CommandOption<'_>, implied_key: &str) -> Option<Options> {
         let value = option.value.unwrap_or_default();
@@ -399,7 +426,7 @@ impl Rewriter<'_> {
             let why = "Rekindle does not carry over which parts of its memory are plugged in";
             self.refuse(format!("-device {driver}"), why);
         }
-        self.keep_unchanged(option);
+        let device = self.keep_changeable(option, device);
         self.devices.push(device);
     }
 
@@ -426,13 +453,14 @@ impl Rewriter<'_> {
             let why = "what the guest writes to this disk is in a nameless file that ends with QEMU";
             self.refuse(format!("-drive {}", option.value.unwrap_or_default()), why);
         }
-        if let Some(name) = drive.get("node-name") {
-            self.read_backing(&name, &drive);
-            self.block_nodes.insert(name);
-        }
-        self.keep_unchanged(option);
         if option.name == "drive" {
-            self.drives.push(drive);
+            self.drives.push(drive.clone());
+        }
+        let name = drive.get("node-name");
+        let node = self.keep_changeable(option, drive);
+        if let Some(name) = name {
+            self.read_backing(&name, &node.options);
+            self.block_nodes.insert(name, node);
         }
     }
 

@@ -14,7 +14,7 @@ fn words(line: &str) -> Vec<String> {
 }
 
 /// The facts of a machine with 128 MiB of RAM and these devices.
-fn facts(devices: &[&str]) -> RunningFacts {
+pub(super) fn facts(devices: &[&str]) -> RunningFacts {
     let bytes = 128 * MIB;
     let block = RamBlock { id: "pc.ram".into(), used: bytes, total: bytes, page_size: 4096, offset: 0, address: None };
     RunningFacts {
@@ -43,7 +43,7 @@ fn tap(interface: &str) -> SourceDescriptor {
     SourceDescriptor::Tap { interface: interface.into() }
 }
 
-fn rewrite_line(
+pub(super) fn rewrite_line(
     line: &str,
     facts: &RunningFacts,
     open: &[(RawFd, SourceDescriptor)],
@@ -296,6 +296,7 @@ fn what_changed_while_the_guest_ran_is_named() {
         device: device.into(),
         file: file.map(str::to_owned),
         nodes: nodes.iter().map(|name| (*name).to_owned()).collect(),
+        storages: BTreeMap::new(),
         tray_open: false,
         is_limited,
     };
@@ -304,47 +305,6 @@ fn what_changed_while_the_guest_ran_is_named() {
                    -drive if=none,id=iso,file=/i -device ide-cd,id=cd,drive=iso -device pvpanic,id=unplugged";
     let expected = ["device plugged", "device unplugged", "disk cd", "disk disk", "disk disk", "memory backend dimm"];
     assert_eq!(refused(options, &facts, &[]), expected);
-}
-
-/// Returns what prevents a replacement of a machine whose disk `disk` has these nodes now.
-fn refused_disk(options: &str, file: &str, nodes: &[&str]) -> Vec<String> {
-    let mut facts = facts(&["disk"]);
-    let nodes: Vec<String> = nodes.iter().map(|name| (*name).to_owned()).collect();
-    let device = "/machine/peripheral/disk/virtio-backend".to_owned();
-    facts.machine.disks = vec![CurrentDisk { device: device.clone(), node: nodes[0].clone() }];
-    facts.drives = vec![Drive { device, file: Some(file.into()), nodes, tray_open: false, is_limited: false }];
-    match rewrite_line(&format!("-display none {options}"), &facts, &[], Syntax::default()) {
-        Ok(_) => Vec::new(),
-        Err(obstacles) => obstacles.into_iter().map(|obstacle| obstacle.why).collect(),
-    }
-}
-
-#[test]
-fn backing_images_that_were_pulled_or_committed_are_named() {
-    let node = |name: &str, backing: &str| {
-        format!(r#"-blockdev {{"driver":"qcow2","node-name":"{name}","file":"f"{backing}}}"#)
-    };
-    let (named, none) = (r#","backing":"base""#, r#","backing":null"#);
-    let line = |top: String, base: String| format!("{base} {top} -device virtio-blk-pci,id=disk,drive=top");
-    let stated = line(node("top", named), node("base", none));
-    assert_eq!(refused_disk(&stated, "/top", &["top", "base"]), Vec::<String>::new());
-    for changed in [&["top"][..], &["top", "other"], &["top", "base", "new"]] {
-        let problems = refused_disk(&stated, "/top", changed);
-        assert!(problems.len() == 1 && problems[0].contains("blockpull"), "{changed:?}: {problems:?}");
-    }
-    // QEMU takes the image that is recorded in the file: the two QEMUs are compared later.
-    let unstated = line(node("top", ""), node("base", none));
-    assert_eq!(refused_disk(&unstated, "/top", &["top", "#block7"]), Vec::<String>::new());
-    let in_pairs = "-blockdev qcow2,node-name=top,file=f,backing=base -device virtio-blk-pci,id=disk,drive=top";
-    assert_eq!(refused_disk(in_pairs, "/top", &["top"]).len(), 1);
-}
-
-#[test]
-fn a_medium_in_a_drive_that_was_empty_is_named() {
-    let problems = refused_disk("-device ide-cd,id=disk,bus=ide.0", "/iso", &["libvirt-2-format"]);
-    assert!(problems.len() == 1 && problems[0].contains("--eject"), "{problems:?}");
-    let floppies = "-device isa-fdc,id=disk,driveA=libvirt-2-format";
-    assert_eq!(refused_disk(floppies, "/floppy", &["libvirt-2-format"]), Vec::<String>::new());
 }
 
 #[test]

@@ -59,10 +59,12 @@ impl Line {
                     device: text(&drive["device"]).unwrap(),
                     file: text(&drive["file"]),
                     nodes: text(&drive["node"]).into_iter().collect(),
+                    storages: BTreeMap::new(),
                     tray_open: drive["tray_open"].as_bool().unwrap(),
                     is_limited: drive["limits"].as_bool().unwrap(),
                 })
                 .collect(),
+            nodes: BTreeMap::new(),
             fd_sets: fd_sets(&file["fd_sets"]),
             vnc_servers: serde_json::from_value(file["vnc_servers"].clone()).unwrap_or_default(),
         };

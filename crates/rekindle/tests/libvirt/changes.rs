@@ -75,7 +75,7 @@ fn a_snapshot_during_the_preparation_leaves_the_guest_with_its_data_in_its_qemu(
 }
 
 #[test]
-fn limits_and_media_that_change_during_the_preparation_are_found() {
+fn limits_and_media_that_change_during_the_preparation_are_found_and_media_are_followed_later() {
     let libvirt = PrivateLibvirt::start();
     let devices = format!("{DEVICES}<disk type='file' device='cdrom'><target dev='hdb' bus='ide'/></disk>");
     fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
@@ -86,35 +86,84 @@ fn limits_and_media_that_change_during_the_preparation_are_found() {
     assert_rejected(&domain, &replace_with_a_change(&domain, limit), "disk virtio-disk0", source);
     libvirt.virsh(&["blkdeviotune", name, "vda", "--total-bytes-sec", "0", "--live"]);
 
-    let medium = format!("{IMAGES}/medium");
-    let insert = || drop(libvirt.virsh(&["change-media", name, "hdb", &medium, "--insert", "--live"]));
-    assert_rejected(&domain, &replace_with_a_change(&domain, insert), "disk ide0-0-1", source);
-    reject(&domain, "--eject");
-    libvirt.virsh(&["change-media", name, "hdb", "--eject", "--live"]);
-
     // Less is left than Rekindle leaves to the host.
     let statistics = libvirt.virsh(&["dommemstat", name]);
     let rss: u64 = statistics.lines().find_map(|line| line.strip_prefix("rss ")).unwrap().parse().unwrap();
     libvirt.virsh(&["memtune", name, "--hard-limit", &(rss + (32 << 10)).to_string(), "--live"]);
     reject(&domain, "copying the guest's RAM needs");
+    libvirt.virsh(&["memtune", name, "--hard-limit", "-1", "--live"]);
+
+    let medium = format!("{IMAGES}/medium");
+    let insert = || drop(libvirt.virsh(&["change-media", name, "hdb", &medium, "--insert", "--live"]));
+    assert_rejected(&domain, &replace_with_a_change(&domain, insert), "disk ide0-0-1", source);
+    replace_up(&domain);
+    assert_eq!(medium_of(&libvirt, &domain, "ide0-0-1").as_deref(), Some(medium.as_str()));
+    libvirt.virsh(&["change-media", name, "hdb", "--eject", "--live"]);
+    replace_up(&domain);
+    assert_eq!(medium_of(&libvirt, &domain, "ide0-0-1"), None);
+}
+
+/// Replaces the QEMU of a domain, and waits until its guest replies.
+#[track_caller]
+fn replace_up(domain: &Domain<'_>) {
+    replace(domain);
+    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
+}
+
+/// Returns the file that a drive shows the guest; `None` without a medium.
+fn medium_of(libvirt: &PrivateLibvirt, domain: &Domain<'_>, alias: &str) -> Option<String> {
+    let drives = qmp(libvirt, domain, "query-block", &json!({}));
+    let is_it = |drive: &&Value| drive["qdev"].as_str().is_some_and(|path| path.split('/').any(|part| part == alias));
+    let drive = drives.as_array().unwrap().iter().find(is_it).expect(alias);
+    drive.pointer("/inserted/file").map(|file| file.as_str().unwrap().to_owned())
 }
 
 #[test]
-fn backing_images_are_kept_unless_they_were_pulled_since_the_start() {
+fn backing_images_are_kept_and_snapshots_and_block_jobs_since_the_start_are_followed() {
     let libvirt = PrivateLibvirt::start();
     let first = boot(&libvirt, "base");
-    let spec = format!("vda,file={IMAGES}/overlay");
-    libvirt.virsh(&["snapshot-create-as", &first.name, "--disk-only", "--no-metadata", "--diskspec", &spec]);
+    let snapshot = |domain: &Domain<'_>, name: &str| {
+        let spec = format!("vda,file={IMAGES}/{name}");
+        libvirt.virsh(&["snapshot-create-as", &domain.name, "--disk-only", "--no-metadata", "--diskspec", &spec]);
+    };
+    snapshot(&first, "overlay");
     libvirt.virsh(&["destroy", &first.name]);
     let devices = DEVICES.replace("type='raw'", "type='qcow2'").replace("images/disk", "images/overlay");
     let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("chain") });
-    let content = domain.ask("read vda 0 64");
-    replace(&domain);
-    wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
-    domain.ask("drop-caches");
-    assert_eq!(domain.ask("read vda 0 64"), content);
-    libvirt.virsh(&["blockpull", &domain.name, "vda", "--wait"]);
-    reject(&domain, "its backing images have changed");
+    let name = domain.name.as_str();
+    let replace_and_read = |content: &str, file: &str| {
+        replace_up(&domain);
+        domain.ask("drop-caches");
+        assert_eq!(domain.ask("read vda 0 64"), content, "on {file}");
+        let file = format!("{IMAGES}/{file}");
+        assert_eq!(medium_of(&libvirt, &domain, "virtio-disk0").as_deref(), Some(file.as_str()));
+        assert!(libvirt.virsh(&["domblklist", name]).contains(&file));
+    };
+    let write = |seed: u32| {
+        domain.ask(&format!("write vda 0 32 {seed}"));
+        domain.ask("drop-caches");
+        domain.ask("read vda 0 64")
+    };
+    let started_with = domain.ask("read vda 0 64");
+    replace_and_read(&started_with, "overlay");
+    libvirt.virsh(&["blockpull", name, "vda", "--wait"]);
+    replace_and_read(&started_with, "overlay");
+    // Two snapshots, the lower of which is merged, then the other.
+    snapshot(&domain, "second");
+    replace_and_read(&write(7), "second");
+    snapshot(&domain, "third");
+    let content = write(9);
+    let (lower, middle) = (format!("{IMAGES}/overlay"), format!("{IMAGES}/second"));
+    libvirt.virsh(&["blockcommit", name, "vda", "--base", &lower, "--top", &middle, "--wait"]);
+    fs::remove_file(&middle).unwrap();
+    replace_and_read(&content, "third");
+    libvirt.virsh(&["blockcommit", name, "vda", "--active", "--pivot", "--wait"]);
+    fs::remove_file(format!("{IMAGES}/third")).unwrap();
+    replace_and_read(&content, "overlay");
+    let copy = format!("{IMAGES}/copy");
+    libvirt.virsh(&["blockcopy", name, "vda", &copy, "--transient-job", "--wait", "--pivot"]);
+    fs::remove_file(&lower).unwrap();
+    replace_and_read(&content, "copy");
 }
 
 #[test]
