@@ -4,6 +4,7 @@ use crate::error::{CheckpointError, ProtectError, TrackingStartError};
 use crate::policy::Policy;
 use crate::target::Target;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
+use rekindle_qemu::block::flash::is_flash;
 use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, MachineFacts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -194,15 +195,20 @@ struct OpenImage {
     direct: bool,
 }
 
+/// Lists the images of disks. Those of flash memories are not among them.
 fn open_images(qmp: &mut Qmp) -> Result<Vec<OpenImage>, QmpError> {
     let devices: Vec<Value> = qmp.execute("query-block", ())?;
-    let open_image = |device: &Value| {
-        let inserted = device.get("inserted")?;
-        Some(OpenImage {
-            file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
-            writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),
-            direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) != Some(false),
-        })
-    };
-    Ok(devices.iter().filter_map(open_image).collect())
+    let mut images = Vec::new();
+    for device in &devices {
+        let Some(inserted) = device.get("inserted") else { continue };
+        let path = device.get("qdev").and_then(Value::as_str).unwrap_or_default();
+        if !is_flash(qmp, path)? {
+            images.push(OpenImage {
+                file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
+                writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),
+                direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) != Some(false),
+            });
+        }
+    }
+    Ok(images)
 }

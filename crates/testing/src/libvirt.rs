@@ -40,6 +40,8 @@ const LIBVIRTD_PID_FILE: &str = "/run/libvirtd.pid";
 const VIRTLOGD_PID_FILE: &str = "/run/virtlogd.pid";
 /// Where the daemon has the status file and the pid file of each running domain.
 const STATUS_DIRECTORY: &str = "/run/libvirt/qemu";
+/// The firmware of the package ovmf.
+const OVMF: &str = "/usr/share/OVMF";
 /// Images that the user of libvirt's QEMUs can read.
 const IMAGE_DIRECTORY: &str = "/var/lib/libvirt/images";
 /// A bridge to which domains can have taps. The test's address in it is the first of [`NETWORK`].
@@ -207,8 +209,32 @@ pub struct DomainOptions<'a> {
     pub memory_backing: &'a str,
     /// Whether the guest uses both of its processors from its boot on, and so two queues of a network card that has them.
     pub both_processors: bool,
+    /// What starts the guest's kernel.
+    pub firmware: Firmware,
     /// The guest's first network card, through which the test reaches the guest.
     pub network: Network<'a>,
+}
+
+/// The firmware of a domain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Firmware {
+    /// SeaBIOS.
+    Bios,
+    /// OVMF, with variables of its own.
+    Uefi,
+}
+
+impl Firmware {
+    /// Returns libvirt's XML.
+    fn xml(self) -> String {
+        match self {
+            Self::Bios => String::new(),
+            Self::Uefi => format!(
+                "<loader readonly='yes' type='pflash'>{OVMF}/OVMF_CODE_4M.fd</loader>
+    <nvram template='{OVMF}/OVMF_VARS_4M.fd'/>"
+            ),
+        }
+    }
 }
 
 /// A network card of a domain.
@@ -230,6 +256,7 @@ impl<'a> DomainOptions<'a> {
             devices: "",
             memory_backing: "",
             both_processors: false,
+            firmware: Firmware::Bios,
             network: Network::User,
         }
     }
@@ -239,7 +266,7 @@ impl<'a> DomainOptions<'a> {
     fn xml(&self, name: &str, port: u16, reach: &Reach) -> String {
         let Self { emulator, devices, memory_backing, .. } = self;
         let processors = if self.both_processors { "" } else { ONE_CPU };
-        let (emulator, guest_port) = (emulator.display(), micro::PORT);
+        let (emulator, guest_port, firmware) = (emulator.display(), micro::PORT, self.firmware.xml());
         let Reach { kernel_options, interface, .. } = reach;
         format!(
             "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
@@ -249,6 +276,7 @@ impl<'a> DomainOptions<'a> {
   <vcpu>2</vcpu>
   <os>
     <type arch='x86_64' machine='pc'>hvm</type>
+    {firmware}
     <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
     <cmdline>{KERNEL_OPTIONS} {processors} {kernel_options}</cmdline>

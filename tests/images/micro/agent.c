@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
+#include <linux/fs.h>
 #include <linux/input.h>
 #include <net/if.h>
 #include <netinet/tcp.h>
@@ -267,6 +268,42 @@ static void post(struct conn *c, const struct memory_job *job)
 		answer(c, "error busy with another command\n");
 }
 
+/* A variable of UEFI: 4 bytes of attributes (kept without power, for the firmware and the system), then the text. */
+#define EFI_VARIABLE "/sys/firmware/efi/efivars/Rekindle-c5a4b9ce-93b4-4d4c-a7a4-1d8b2a1f6f0e"
+static const char efi_attributes[4] = { 7 };
+
+static bool efi_variable_set(const char *text)
+{
+	char value[64];
+	size_t n = strnlen(text, sizeof value - 4);
+	memcpy(value, efi_attributes, 4);
+	memcpy(value + 4, text, n);
+	int fd = open(EFI_VARIABLE, O_RDONLY | O_CLOEXEC), flags = 0;
+	if (fd >= 0) { /* the kernel makes a variable that it does not know immutable */
+		ioctl(fd, FS_IOC_SETFLAGS, &flags);
+		close(fd);
+	}
+	fd = open(EFI_VARIABLE, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+	if (fd < 0)
+		return false;
+	bool ok = write(fd, value, n + 4) == (ssize_t)(n + 4);
+	close(fd);
+	return ok;
+}
+
+static void efi_variable_get(struct conn *c)
+{
+	char value[64];
+	int fd = open(EFI_VARIABLE, O_RDONLY | O_CLOEXEC);
+	ssize_t n = fd < 0 ? -1 : read(fd, value, sizeof value);
+	if (fd >= 0)
+		close(fd);
+	if (n < 4)
+		answer(c, "error no such variable\n");
+	else
+		answer(c, "ok %.*s\n", (int)n - 4, value + 4);
+}
+
 static void command(struct conn *c, char *line)
 {
 	char text[64];
@@ -317,6 +354,11 @@ static void command(struct conn *c, char *line)
 	} else if (!strcmp(name, "online-cpu") && n == 2) {
 		snprintf(text, sizeof text, "/sys/devices/system/cpu/cpu%lu/online", strtoul(words[1], NULL, 10));
 		answer(c, write_file(text, "1") ? "ok\n" : "error no such processor\n");
+	} else if (!strcmp(name, "efi-variable") && n < 3) {
+		if (n == 1)
+			efi_variable_get(c);
+		else
+			answer(c, efi_variable_set(words[1]) ? "ok\n" : "error cannot set the variable\n");
 	} else if (!strcmp(name, "phase") && n == 2) {
 		answer(c, announce(words[1]) ? "ok\n" : "error cannot run /phase\n");
 	} else if (!strcmp(name, "poweroff") || !strcmp(name, "reboot") || !strcmp(name, "panic")) {

@@ -12,6 +12,7 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`flash`] | flash memories, which are no disks |
 //! | [`graph`] | which nodes a device has, read from QEMU |
 //! | [`jobs`] | block jobs: waiting for their end, cancelling |
 //! | [`libvirt`] | the steps above, by libvirt's calls |
@@ -24,6 +25,7 @@
 //! and a backup of that disk; a cancelled merge leaves the chain as it was; the base is read-only while an overlay is
 //! above it, and again after a merge, which includes a flush of what the merge wrote into it.
 
+pub mod flash;
 pub mod graph;
 pub mod jobs;
 pub mod libvirt;

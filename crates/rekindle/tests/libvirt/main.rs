@@ -12,6 +12,7 @@ mod several;
 mod spice;
 mod taps;
 mod traffic;
+mod uefi;
 mod upgrade;
 mod vnc;
 

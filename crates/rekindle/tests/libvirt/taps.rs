@@ -25,7 +25,7 @@ fn open_taps(domain: &Domain<'_>) -> usize {
 }
 
 /// Makes a QEMU of the home directory of root accessible to libvirt's user.
-fn accessible(binary: &Path) -> PathBuf {
+pub(crate) fn accessible(binary: &Path) -> PathBuf {
     let root = binary.ancestors().nth(3).expect("a tree with usr/bin");
     let place = Path::new("/var/lib/libvirt").join(root.file_name().unwrap());
     fs::create_dir(&place).unwrap();

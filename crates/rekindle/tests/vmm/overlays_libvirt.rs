@@ -8,7 +8,7 @@ use super::overlays::{BLOCKS, image_digest, read, write};
 use crate::common::protector::{self, Protector, crash, restore, wait_filled};
 use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
 use rekindle_kernel::process::Process;
-use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::libvirt::{Domain, DomainOptions, Firmware, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
 use rekindle_vm::fault::{FENCE_POINTS, OVERLAY_POINTS};
 use std::fs;
@@ -45,6 +45,10 @@ fn mode(path: &Path) -> u32 {
 
 impl<'a> Attached<'a> {
     fn boot(libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
+        Self::boot_with(Firmware::Bios, libvirt, lab)
+    }
+
+    fn boot_with(firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
         let mut devices = String::new();
         for (target, format) in [("vda", "raw"), ("vdb", "qcow2")] {
             let (path, size) = (image(target), DISK_BYTES.to_string());
@@ -57,7 +61,7 @@ impl<'a> Attached<'a> {
             );
         }
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
-        let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("overlays") });
+        let domain = libvirt.boot(&DomainOptions { devices: &devices, firmware, ..DomainOptions::new("overlays") });
         // It is defined, so that it can be started again.
         fs::write("/run/defined.xml", libvirt.virsh(&["dumpxml", &domain.name, "--inactive"])).unwrap();
         libvirt.virsh(&["define", "/run/defined.xml"]);

@@ -5,6 +5,7 @@ use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::disks::DomainDisk;
+use rekindle_qemu::block::flash::is_flash;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
 use rekindle_qemu::command::ForeignMachine;
 use rekindle_qemu::monitor::Monitor;
@@ -99,7 +100,7 @@ impl OverlayRecord {
         ignore_missing(fs::remove_file(path(rundir))).map_err(OverlayDisksError::io(&path(rundir)))
     }
 
-    /// Lists all writable disks of a QEMU. Nothing is made.
+    /// Lists all writable disks of a QEMU, without flash memories. Nothing is made.
     pub fn plan(
         qmp: &mut Qmp,
         vmm: &Vmm,
@@ -122,7 +123,7 @@ impl OverlayRecord {
                 return Err(OverlayDisksError::Unrecorded);
             }
             let node = graph.node(&chain.base)?;
-            if !node.read_only {
+            if !node.read_only && !is_flash(qmp, device)? {
                 let number = disks.len() as u16;
                 let unsuitable = |why: String| OverlayDisksError::Unsuitable { device: device.into(), why };
                 let image = usable_image(vmm, machine, &chain, node).map_err(unsuitable)?;

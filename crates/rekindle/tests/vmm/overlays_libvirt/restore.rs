@@ -2,10 +2,10 @@
 
 use super::{Attached, OVERLAYS, URI, assert_both_agree, image, overlays, read_both, write_both};
 use crate::attach::protect;
-use crate::common::Lab;
 use crate::common::lab::entries;
 use crate::common::protector::{self, Protector, Slowdown, pager};
-use rekindle_testing::libvirt::PrivateLibvirt;
+use crate::common::{DEADLINE, Lab, wait_for};
+use rekindle_testing::libvirt::{Firmware, PrivateLibvirt};
 use rekindle_vm::fault::RESTORE_DOMAIN_POINTS;
 use std::fs;
 use std::path::Path;
@@ -67,6 +67,32 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
     lab.rekindle(["replace-qemu", "--preview", &attached.domain.name]).ok();
     assert_eq!((attached.domain.state().as_str(), guest.boot_id()), ("running", boot));
     assert_both_agree(guest, &newest, "in another QEMU");
+}
+
+#[test]
+fn the_variables_of_uefi_are_those_of_the_checkpoint() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot_with(Firmware::Uefi, &libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    let boot = guest.boot_id();
+    write_both(guest, 1);
+    let blocks = read_both(guest);
+    guest.ask("efi-variable checkpoint");
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    guest.ask("efi-variable later");
+    attached.kill_qemu();
+    lab.finish(restoring_into_libvirt(&lab, &store)).ok();
+    assert_eq!(guest.boot_id(), boot);
+    assert_eq!(guest.ask("efi-variable"), "checkpoint");
+    assert_both_agree(guest, &blocks, "restored");
+    // The firmware reads them from the file that libvirt has for the domain.
+    libvirt.virsh(&["reset", &attached.domain.name]);
+    wait_for("the guest's next boot", DEADLINE, || {
+        (attached.domain.is_up() && attached.domain.ask("boot-id") != boot).then_some(())
+    });
+    assert_eq!(guest.ask("efi-variable"), "checkpoint");
+    attached.detach("at the end");
 }
 
 #[test]
