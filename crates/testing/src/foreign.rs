@@ -81,7 +81,7 @@ impl<'a> QemuOptions<'a> {
     /// Writes the guest's image into the directory. A copy, because another user may be unable to read the image in its
     /// own directory.
     fn write_image(&self, directory: &Path) {
-        fs::copy(tools::micro().join("vmlinuz"), directory.join("vmlinuz")).unwrap();
+        fs::copy(tools::micro().join(micro::KERNEL), directory.join(micro::KERNEL)).unwrap();
         let mut initrd = fs::read(tools::micro().join("initrd")).unwrap();
         if let Some(overlay) = &self.overlay {
             initrd.resize(initrd.len().next_multiple_of(4), 0);
@@ -105,7 +105,7 @@ impl<'a> QemuOptions<'a> {
         let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
         let mut command = self.program(directory);
         command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
-        command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
+        command.args(["-kernel", &path(micro::KERNEL), "-initrd", &path("initrd")]);
         command.args(["-append", &format!("{} {}{}", micro::KERNEL_OPTIONS, micro::ONE_CPU, self.kernel_options)]);
         command.args(["-serial", &format!("file:{}", path("console"))]);
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);

@@ -9,7 +9,7 @@
 //! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
 //! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
 
-use crate::micro::{self, KERNEL_OPTIONS, ONE_CPU, exchange, free_port};
+use crate::micro::{self, KERNEL, KERNEL_OPTIONS, ONE_CPU, exchange, free_port};
 use crate::{DEADLINE, poll, tools};
 use nix::sched::{CloneFlags, unshare};
 use rekindle_kernel::process::Process;
@@ -40,6 +40,8 @@ const LIBVIRTD_PID_FILE: &str = "/run/libvirtd.pid";
 const VIRTLOGD_PID_FILE: &str = "/run/virtlogd.pid";
 /// Where the daemon has the status file and the pid file of each running domain.
 const STATUS_DIRECTORY: &str = "/run/libvirt/qemu";
+/// The kernel that UEFI starts.
+const COMPRESSED_KERNEL: &str = "vmlinuz";
 /// The firmware of the package ovmf.
 const OVMF: &str = "/usr/share/OVMF";
 /// Images that the user of libvirt's QEMUs can read.
@@ -75,7 +77,7 @@ impl PrivateLibvirt {
         hide_kvm();
         fs::write("/etc/libvirt/libvirtd.conf", DAEMON_CONFIGURATION).unwrap();
         fs::create_dir(IMAGE_DIRECTORY).unwrap();
-        for image in ["vmlinuz", "initrd"] {
+        for image in [KERNEL, COMPRESSED_KERNEL, "initrd"] {
             fs::copy(tools::micro().join(image), Path::new(IMAGE_DIRECTORY).join(image)).unwrap();
         }
         make_bridge();
@@ -225,6 +227,14 @@ pub enum Firmware {
 }
 
 impl Firmware {
+    /// Returns the file of the kernel that it can start.
+    fn kernel(self) -> &'static str {
+        match self {
+            Self::Bios => KERNEL,
+            Self::Uefi => COMPRESSED_KERNEL,
+        }
+    }
+
     /// Returns libvirt's XML.
     fn xml(self) -> String {
         match self {
@@ -266,7 +276,8 @@ impl<'a> DomainOptions<'a> {
     fn xml(&self, name: &str, port: u16, reach: &Reach) -> String {
         let Self { emulator, devices, memory_backing, .. } = self;
         let processors = if self.both_processors { "" } else { ONE_CPU };
-        let (emulator, guest_port, firmware) = (emulator.display(), micro::PORT, self.firmware.xml());
+        let (emulator, guest_port) = (emulator.display(), micro::PORT);
+        let (firmware, kernel) = (self.firmware.xml(), self.firmware.kernel());
         let Reach { kernel_options, interface, .. } = reach;
         format!(
             "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
@@ -277,7 +288,7 @@ impl<'a> DomainOptions<'a> {
   <os>
     <type arch='x86_64' machine='pc'>hvm</type>
     {firmware}
-    <kernel>{IMAGE_DIRECTORY}/vmlinuz</kernel>
+    <kernel>{IMAGE_DIRECTORY}/{kernel}</kernel>
     <initrd>{IMAGE_DIRECTORY}/initrd</initrd>
     <cmdline>{KERNEL_OPTIONS} {processors} {kernel_options}</cmdline>
   </os>

@@ -10,6 +10,9 @@ use std::time::Duration;
 
 /// Port of the service in the guest.
 pub const PORT: u16 = 7000;
+/// The file of the micro guest's kernel with which it boots soonest: a guest under TCG unpacks `vmlinuz` for most of a
+/// second.
+pub const KERNEL: &str = "vmlinux";
 /// Kernel option with which the second processor does not run until the command `online-cpu 1`. If both run while the
 /// kernel boots, QEMU's emulation fails once in about 150 boots: a timer does not fire (`rcu_preempt detected stalls`),
 /// or QEMU ends with an assertion (`iotlb_to_section`).

@@ -1,6 +1,7 @@
 //! The QEMU binaries and guest images that the tests need. Environment variables may name them; otherwise the
 //! repository's scripts install and build them.
 
+use crate::micro::KERNEL;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -74,23 +75,23 @@ impl Image {
     }
 }
 
-/// Returns the directory of the micro guest: `vmlinuz` and `initrd`.
+/// Returns the directory of the micro guest: the kernel as `vmlinux` and, compressed, `vmlinuz`; and `initrd`.
 pub fn micro() -> &'static Path {
     const MICRO: Image = Image {
         variable: "REKINDLE_TEST_MICRO",
         build_command: &["tests/images/build", "micro"],
-        files: &["vmlinuz", "initrd"],
+        files: &[KERNEL, "vmlinuz", "initrd"],
     };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| MICRO.directory())
 }
 
-/// Returns the directory of the micro guest that can leak its kernel's memory: `vmlinuz` and `initrd`.
+/// Returns the directory of the micro guest that can leak its kernel's memory: the same files.
 pub fn leaky() -> &'static Path {
     const LEAKY: Image = Image {
         variable: "REKINDLE_TEST_LEAK",
         build_command: &["tests/images/leak/build"],
-        files: &["vmlinuz", "initrd"],
+        files: &[KERNEL, "vmlinuz", "initrd"],
     };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| LEAKY.directory())

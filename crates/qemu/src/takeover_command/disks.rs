@@ -46,11 +46,14 @@ impl Rewriter<'_> {
 
     /// Returns whether the options of a node, and of the storage below it, follow from what QEMU reports.
     fn is_describable(&self, drive: &Drive, name: &str) -> bool {
-        let node = |name: &str| self.facts.nodes.get(name);
-        let is_storage = |node: &BlockNode| STORAGES.contains(&node.driver.as_str()) && node.file.starts_with('/');
-        let has_format = node(name).is_some_and(|node| FORMATS.contains(&node.driver.as_str()));
-        let storage = drive.storages.get(name).filter(|storage| !storage.starts_with('#'));
-        has_format && storage.and_then(|storage| node(storage)).is_some_and(is_storage)
+        let storage_name = drive.storages.get(name).filter(|storage| !storage.starts_with('#'));
+        let storage = storage_name.and_then(|storage| self.facts.nodes.get(storage));
+        let (Some(image), Some(storage)) = (self.facts.nodes.get(name), storage) else { return false };
+        // A raw image that is only a part of its file has another name.
+        FORMATS.contains(&image.driver.as_str())
+            && (image.driver != "raw" || image.file == storage.file)
+            && STORAGES.contains(&storage.driver.as_str())
+            && storage.file.starts_with('/')
     }
 
     fn is_blockdev(&self, node: &str) -> bool {

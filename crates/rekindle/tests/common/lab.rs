@@ -3,6 +3,7 @@
 use super::vm::Vm;
 use super::{DEADLINE, observe};
 use rekindle_qemu::binary::Binary;
+use rekindle_testing::micro::KERNEL;
 use rekindle_testing::tools;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -66,12 +67,12 @@ impl Lab {
 
     /// Returns the paths of the micro guest's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
-        (tools::micro().join("vmlinuz"), tools::micro().join("initrd"))
+        (tools::micro().join(KERNEL), tools::micro().join("initrd"))
     }
 
     /// Returns the paths of kernel and RAM disk of the micro guest that can leak memory.
     pub fn leaky(&self) -> (PathBuf, PathBuf) {
-        (tools::leaky().join("vmlinuz"), tools::leaky().join("initrd"))
+        (tools::leaky().join(KERNEL), tools::leaky().join("initrd"))
     }
 
     /// Returns the paths of the Debian guest's kernel, RAM disk, first disk and second disk.

@@ -8,7 +8,7 @@ use rekindle_kernel::userfault::remote;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
-use rekindle_testing::micro::KERNEL_OPTIONS;
+use rekindle_testing::micro::{KERNEL, KERNEL_OPTIONS};
 use rekindle_testing::process::open_files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -474,7 +474,7 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let file = |name: &str| format!("/var/lib/libvirt/images/{name}");
-    let (kernel, initrd, console) = (file("vmlinuz"), file("initrd"), file("console"));
+    let (kernel, initrd, console) = (file(KERNEL), file("initrd"), file("console"));
     let emulator = qemu_new().display().to_string();
     let name = format!("it's-{}", std::process::id());
     // The domain is as virt-install would write it. Its name needs quoting in a shell.

@@ -32,7 +32,7 @@ const CHAIN: [&str; 6] = [
 const DEVICE: &str = r#"{"driver":"virtio-blk-pci","id":"disk","drive":"top"}"#;
 
 /// Rewrites a command line whose disk `disk` has these images now, its own first. Those of [`CHAIN`] that are not among
-/// them are closed.
+/// them are closed. A file of `part:PATH` is a part of the file at the path.
 fn rewritten(blockdevs: &[&str], device: &str, images: &[Node]) -> Result<CommandLine, Vec<String>> {
     let mut facts = facts(&["disk"]);
     let path = "/machine/peripheral/disk/virtio-backend".to_owned();
@@ -47,9 +47,10 @@ fn rewritten(blockdevs: &[&str], device: &str, images: &[Node]) -> Result<Comman
     for Node { name, driver, file, read_only } in images {
         let cache = CacheMode { direct: true, no_flush: false };
         let detect_zeroes = "off".to_owned();
-        let described = |driver: &str| BlockNode {
+        let path = file.strip_prefix("part:").unwrap_or(file);
+        let described = |driver: &str, file: &str| BlockNode {
             driver: driver.into(),
-            file: (*file).into(),
+            file: file.into(),
             read_only: *read_only,
             size: 0,
             cache,
@@ -57,8 +58,8 @@ fn rewritten(blockdevs: &[&str], device: &str, images: &[Node]) -> Result<Comman
         };
         let storage = if name.starts_with('#') { format!("{name}1") } else { format!("{name}-s") };
         drive.storages.insert((*name).into(), storage.clone());
-        facts.nodes.insert((*name).into(), described(driver));
-        facts.nodes.insert(storage, described(if file.starts_with('/') { "file" } else { "nbd" }));
+        facts.nodes.insert((*name).into(), described(driver, file));
+        facts.nodes.insert(storage, described(if path.starts_with('/') { "file" } else { "nbd" }, path));
     }
     if let Some(image) = images.first() {
         facts.machine.disks = vec![CurrentDisk { device: path, node: image.name.into() }];
@@ -193,6 +194,7 @@ fn images_that_cannot_be_described_are_named() {
         vec![node("#block5", "qcow2", "/snap", false), disk()],
         vec![node("snap", "qed", "/snap", false), disk()],
         vec![node("snap", "qcow2", "nbd://host", false), disk()],
+        vec![node("copy", "raw", "part:/disk", false)],
         // No option names what is below it.
         vec![node("snap", "qcow2", "/snap", false), node("#block5", "qcow2", "/new", true)],
     ];
