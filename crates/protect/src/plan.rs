@@ -201,8 +201,8 @@ fn open_images(qmp: &mut Qmp) -> Result<Vec<OpenImage>, QmpError> {
     let mut images = Vec::new();
     for device in &devices {
         let Some(inserted) = device.get("inserted") else { continue };
-        let path = device.get("qdev").and_then(Value::as_str).unwrap_or_default();
-        if !is_flash(qmp, path)? {
+        let path = device.get("qdev").and_then(Value::as_str).filter(|path| !path.is_empty());
+        if path.map(|path| is_flash(qmp, path)).transpose()? != Some(true) {
             images.push(OpenImage {
                 file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
                 writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),

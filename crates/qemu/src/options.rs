@@ -196,6 +196,10 @@ mod tests {
         json.set_switch("on", true);
         options.set_switch("smm", false);
         assert_eq!(json.to_string(), r#"{"driver":"vmgenid","guid":"x","on":true}"#);
+        json.set_null("guid");
+        options.set_null("smm");
+        assert_eq!(json.to_string(), r#"{"driver":"vmgenid","guid":null,"on":true}"#);
+        assert_eq!(options.to_string(), "type=pc-q35-7.2,smm=");
     }
 
     #[test]

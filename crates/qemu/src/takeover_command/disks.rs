@@ -18,6 +18,15 @@ const FORMATS: [&str; 2] = ["raw", "qcow2"];
 const STORAGES: [&str; 2] = ["file", "host_device"];
 const BLOCKDEV: &str = "-blockdev";
 
+/// Options of the image that a disk had at the start. QEMU does not report them, so images that were added since get them.
+#[derive(Default)]
+struct GivenImage {
+    /// Whether the guest may discard blocks.
+    discard: Option<String>,
+    /// How the host reads and writes the file.
+    aio: Option<String>,
+}
+
 impl Rewriter<'_> {
     /// Gives the disks the images that they have now, as far as that is possible. [`Rewriter::check_disks`] rejects the
     /// rest.
@@ -28,8 +37,9 @@ impl Rewriter<'_> {
             let given = device.options.get("drive");
             let has_changed = given.as_ref() != drive.nodes.first() || self.has_other_backing(&drive.nodes);
             if has_changed && self.can_follow(drive, given.as_deref()) {
+                let image = given.as_deref().map(|node| self.given_image(node)).unwrap_or_default();
                 self.remove_closed(given.as_deref());
-                self.follow(drive, given.as_deref());
+                self.follow(drive, &image);
             }
         }
     }
@@ -50,7 +60,8 @@ impl Rewriter<'_> {
         let storage = storage_name.and_then(|storage| self.facts.nodes.get(storage));
         let (Some(image), Some(storage)) = (self.facts.nodes.get(name), storage) else { return false };
         // A raw image that is only a part of its file has another name.
-        FORMATS.contains(&image.driver.as_str())
+        !self.block_nodes.contains_key(name)
+            && FORMATS.contains(&image.driver.as_str())
             && (image.driver != "raw" || image.file == storage.file)
             && STORAGES.contains(&storage.driver.as_str())
             && storage.file.starts_with('/')
@@ -59,6 +70,12 @@ impl Rewriter<'_> {
     fn is_blockdev(&self, node: &str) -> bool {
         let option = |node: &OptionAt| self.arguments.get(node.position.checked_sub(1)?);
         self.block_nodes.get(node).and_then(option).is_some_and(|option| option == BLOCKDEV)
+    }
+
+    fn given_image(&self, node: &str) -> GivenImage {
+        let option = |node: &str, key: &str| self.block_nodes.get(node)?.options.get(key);
+        let aio = option(node, "file").and_then(|storage| option(&storage, "aio"));
+        GivenImage { discard: option(node, "discard"), aio }
     }
 
     /// Leaves out the nodes that QEMU has no more, of those that the command line gives a drive: `top`, its backing nodes,
@@ -81,15 +98,14 @@ impl Rewriter<'_> {
     }
 
     /// Gives a drive its present images, lowest first: QEMU opens nodes in the order of the command line.
-    fn follow(&mut self, drive: &Drive, given: Option<&str>) {
-        let template = given.and_then(|node| self.block_nodes.get(node)).map(|node| node.options.clone());
+    fn follow(&mut self, drive: &Drive, given: &GivenImage) {
         let mut backing: Option<&str> = None;
         let mut is_moved = false;
         for node in named_nodes(drive).into_iter().rev() {
             if self.is_blockdev(node) {
                 self.connect(node, backing, is_moved);
             } else {
-                self.add_image(drive, node, backing, template.as_ref());
+                self.add_image(drive, node, backing, given);
                 is_moved = true;
             }
             backing = Some(node);
@@ -127,16 +143,11 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Adds a node that was added while the guest ran, and the storage below it. `template` has the options of the disk's
-    /// node at the start: QEMU does not report whether the guest may discard blocks, or how the host reads and writes.
-    fn add_image(&mut self, drive: &Drive, name: &str, backing: Option<&str>, template: Option<&Options>) {
+    /// Adds a node that was added while the guest ran, and the storage below it.
+    fn add_image(&mut self, drive: &Drive, name: &str, backing: Option<&str>, given: &GivenImage) {
         let Some(storage_name) = drive.storages.get(name) else { return };
         let facts = self.facts;
         let (Some(image), Some(storage)) = (facts.nodes.get(name), facts.nodes.get(storage_name)) else { return };
-        let given_storage = template.and_then(|options| options.get("file"));
-        let given_storage = given_storage.and_then(|storage| self.block_nodes.get(&storage));
-        let aio = given_storage.and_then(|storage| storage.options.get("aio"));
-        let discard = template.and_then(|options| options.get("discard"));
         if !self.is_blockdev(storage_name) {
             let mut options = node_options(storage_name, storage);
             options.set("filename", &storage.file);
@@ -144,8 +155,8 @@ impl Rewriter<'_> {
             // What the node above does not pass on is not discarded.
             options.set("discard", "unmap");
             // With the host's cache, QEMU rejects `native`.
-            if let Some(aio) = aio.filter(|aio| aio != "native" || storage.cache.direct) {
-                options.set("aio", &aio);
+            if let Some(aio) = given.aio.as_deref().filter(|aio| *aio != "native" || storage.cache.direct) {
+                options.set("aio", aio);
             }
             self.add_node(storage_name, options);
         }
@@ -154,9 +165,9 @@ impl Rewriter<'_> {
         options.set_switch("read-only", image.read_only);
         options.set("detect-zeroes", &image.detect_zeroes);
         // QEMU detects zeroes to discard them only where it discards.
-        let needed = (image.detect_zeroes == "unmap").then(|| "unmap".to_owned());
-        if let Some(discard) = needed.or(discard) {
-            options.set("discard", &discard);
+        let needed = (image.detect_zeroes == "unmap").then_some("unmap");
+        if let Some(discard) = needed.or(given.discard.as_deref()) {
+            options.set("discard", discard);
         }
         match backing {
             Some(backing) => options.set("backing", backing),
@@ -209,8 +220,11 @@ impl Rewriter<'_> {
             );
         }
         if *is_limited && !limits_are_given {
-            changes
-                .push("its rate was limited while the guest ran, and Rekindle does not carry limits over yet".into());
+            changes.push(
+                "its rate was limited while the guest ran, and Rekindle does not carry limits over yet: remove them \
+                 (virsh blkdeviotune)"
+                    .into(),
+            );
         }
         if *tray_open {
             changes.push("its tray is open: close it".into());

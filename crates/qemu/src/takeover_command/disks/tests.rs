@@ -149,6 +149,8 @@ fn a_disk_that_was_copied_has_the_copy() {
     let (nodes, drive) = followed(&[node("copy", "raw", "/copy", false)]);
     assert_eq!((nodes.len(), drive.as_deref()), (2, Some("copy")));
     assert_eq!((&nodes[0]["filename"], &nodes[1]["file"]), (&json!("/copy"), &json!("copy-s")));
+    // As the image that the disk had at the start, which is closed.
+    assert_eq!((&nodes[0]["aio"], &nodes[1]["discard"]), (&json!("native"), &json!("unmap")));
     // A raw image has none, and QEMU rejects the option.
     assert_eq!(nodes[1].get("backing"), None);
 }
@@ -202,6 +204,13 @@ fn images_that_cannot_be_described_are_named() {
         let problems = rewritten(&CHAIN, DEVICE, &images).unwrap_err();
         assert!(problems.iter().all(|problem| problem.contains("a snapshot or another medium")), "{problems:?}");
     }
+    // A node of -drive has a name, but no -blockdev can have the same one.
+    let with_drive = rewritten(
+        &CHAIN,
+        &format!("{DEVICE} -drive node-name=snap,if=none"),
+        &[node("snap", "qcow2", "/snap", false), disk()],
+    );
+    assert!(with_drive.unwrap_err()[0].contains("a snapshot or another medium"));
     let problems = rewritten(&CHAIN, DEVICE, &[disk(), node("#block5", "qcow2", "/new", true), base()]).unwrap_err();
     assert!(problems.len() == 1 && problems[0].contains("blockpull"), "{problems:?}");
     let problems = rewritten(&[], r#"{"driver":"ide-cd","id":"disk"}"#, &[node("#block5", "raw", "/iso", true)]);
