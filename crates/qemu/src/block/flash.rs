@@ -1,5 +1,5 @@
 //! Flash memories, such as the one in which UEFI has its variables. QEMU has a file for each, as for a disk, but a flash
-//! memory is no disk: its content is part of the device state, and QEMU writes all of it to the file after a load.
+//! memory is no disk: its content is saved with the device state, and after loading that, QEMU writes it back to the file.
 
 use crate::qmp::{Qmp, QmpError};
 use serde_json::json;
@@ -14,7 +14,7 @@ const FLASH: &str = "cfi.pflash01";
 pub fn is_flash(qmp: &mut Qmp, device: &str) -> Result<bool, QmpError> {
     match qmp.execute::<String>("qom-get", json!({"path": device, "property": "type"})) {
         Ok(kind) => Ok(kind == FLASH),
-        // A name of `-drive`, without a device.
+        // Not a path but the id of a `-drive` without a device.
         Err(QmpError::Refused { .. }) => Ok(false),
         Err(e) => Err(e),
     }

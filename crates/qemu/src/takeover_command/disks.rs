@@ -48,7 +48,7 @@ impl Rewriter<'_> {
     fn can_follow(&self, drive: &Drive, given: Option<&str>) -> bool {
         let is_given = given.map_or_else(|| self.is_empty_drive(&drive.device), |node| self.is_blockdev(node));
         let named = named_nodes(drive);
-        // Below the last named node may be the image that is recorded in its file.
+        // Nodes with made-up names are possible only where QEMU opens the backing image that is recorded in a file.
         let is_complete = named.len() == drive.nodes.len()
             || named.last().is_some_and(|lowest| self.is_blockdev(lowest) && !self.backing_nodes.contains_key(*lowest));
         is_given && is_complete && named.iter().all(|node| self.is_blockdev(node) || self.is_describable(drive, node))
@@ -59,7 +59,7 @@ impl Rewriter<'_> {
         let storage_name = drive.storages.get(name).filter(|storage| !storage.starts_with('#'));
         let storage = storage_name.and_then(|storage| self.facts.nodes.get(storage));
         let (Some(image), Some(storage)) = (self.facts.nodes.get(name), storage) else { return false };
-        // A raw image that is only a part of its file has another name.
+        // QEMU describes a raw image that is only a part of its file in JSON.
         !self.block_nodes.contains_key(name)
             && FORMATS.contains(&image.driver.as_str())
             && (image.driver != "raw" || image.file == storage.file)
@@ -118,7 +118,8 @@ impl Rewriter<'_> {
         device.write(&mut self.arguments);
     }
 
-    /// Puts a node of the command line on its present backing node. `is_moved` moves it to the end of the command line.
+    /// Puts a node of the command line on its present backing node. `is_moved` moves it to the end of
+    /// the command line: QEMU must open its new backing node first.
     fn connect(&mut self, name: &str, backing: Option<&str>, is_moved: bool) {
         let Some(node) = self.block_nodes.get_mut(name) else { return };
         let stated = self.backing_nodes.get(name);
@@ -152,9 +153,9 @@ impl Rewriter<'_> {
             let mut options = node_options(storage_name, storage);
             options.set("filename", &storage.file);
             options.set_switch("auto-read-only", true);
-            // What the node above does not pass on is not discarded.
+            // The node above decides which discards reach this one.
             options.set("discard", "unmap");
-            // With the host's cache, QEMU rejects `native`.
+            // QEMU rejects `native` unless `cache.direct` is on.
             if let Some(aio) = given.aio.as_deref().filter(|aio| *aio != "native" || storage.cache.direct) {
                 options.set("aio", aio);
             }
@@ -214,8 +215,8 @@ impl Rewriter<'_> {
         }
         if given_node.as_ref() == nodes.first() && self.has_other_backing(nodes) {
             changes.push(
-                "its backing images have changed while the guest ran (blockpull, blockcommit): shut the guest down and \
-                 start it again"
+                "its backing images have changed while the guest ran (blockpull, blockcommit), and not all can be opened \
+                 again (raw and qcow2 in files and block devices can): shut the guest down and start it again"
                     .into(),
             );
         }
@@ -284,7 +285,7 @@ fn is_at(device: &Options, qom_path: &str) -> bool {
     device.get("id").is_some_and(|id| qom_path.split('/').any(|part| part == id))
 }
 
-/// Returns the nodes of a drive, its own first, up to the first to which QEMU has given a name.
+/// Returns the nodes of a drive, its own first, up to the first whose name QEMU has made up (`#block123`).
 fn named_nodes(drive: &Drive) -> Vec<&str> {
     drive.nodes.iter().map(String::as_str).take_while(|node| !node.starts_with('#')).collect()
 }
