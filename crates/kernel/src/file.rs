@@ -3,7 +3,7 @@
 
 use rustix::fd::{AsFd, AsRawFd};
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 /// Starts to write `len` bytes of a file from `offset` on to the disk, without waiting, so that a later sync has less
@@ -35,7 +35,8 @@ pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
 /// released locks without pause, one reading missed a given lock in 0.2 % of the attempts.
 const READINGS_OF_A_FREE_LOCK: usize = 5;
 
-/// The kernel returns `/proc/locks` in pieces of up to one page. A text below that length is one consistent piece.
+/// The kernel returns `/proc/locks` in pieces: each `read(2)` gets as many whole lines as fit into one page and into the
+/// caller's buffer. A first piece that is clearly shorter than both is the whole list, at one moment.
 const MAX_BYTES_OF_ONE_PIECE: usize = 4000;
 
 /// Returns the process that holds the `flock` of a file, from `/proc/locks`. Unlike an attempt to take the lock,
@@ -51,13 +52,32 @@ pub fn flock_holder(path: &Path) -> io::Result<Option<u32>> {
     let file = rustix::fs::stat(path)?;
     let device = (rustix::fs::major(file.st_dev), rustix::fs::minor(file.st_dev));
     for _ in 0..READINGS_OF_A_FREE_LOCK {
-        let locks = fs::read_to_string("/proc/locks")?;
+        let (locks, is_one_piece) = read_locks()?;
         let holder = holder_in(&locks, device, file.st_ino);
-        if holder.is_some() || locks.len() < MAX_BYTES_OF_ONE_PIECE {
+        if holder.is_some() || is_one_piece {
             return Ok(holder);
         }
     }
     Ok(None)
+}
+
+/// Returns the text of `/proc/locks`, and whether it is one piece. The buffer has room for any piece: functions of the
+/// standard library read files without a known length with small buffers first, which splits the shortest list.
+fn read_locks() -> io::Result<(String, bool)> {
+    let mut file = fs::File::open("/proc/locks")?;
+    let mut buffer = vec![0; 64 << 10];
+    let mut locks = Vec::new();
+    let mut first_bytes = 0;
+    loop {
+        let bytes = file.read(&mut buffer)?;
+        if bytes == 0 {
+            return Ok((String::from_utf8_lossy(&locks).into_owned(), first_bytes < MAX_BYTES_OF_ONE_PIECE));
+        }
+        if locks.is_empty() {
+            first_bytes = bytes;
+        }
+        locks.extend_from_slice(&buffer[..bytes]);
+    }
 }
 
 /// Parses lines like `1: FLOCK  ADVISORY  WRITE 4711 00:1b:1234 0 EOF`. A line with `1: -> FLOCK ...` is a process that
@@ -182,6 +202,16 @@ mod tests {
 
     #[test]
     fn the_holder_of_a_flock_is_found_while_other_locks_are_released() {
+        find_holders_while_others_are_released(150, 20, 40);
+    }
+
+    #[test]
+    fn the_holder_of_a_flock_in_a_short_list_is_found_while_other_locks_are_released() {
+        find_holders_while_others_are_released(2, 3, 2000);
+    }
+
+    /// Looks for the holders of `held` locks, `rounds` times, while another thread takes and releases `brief` locks.
+    fn find_holders_while_others_are_released(held: usize, brief: usize, rounds: usize) {
         let folder = tempfile::tempdir().unwrap();
         let lock = |name: String| {
             let path = folder.path().join(name);
@@ -189,16 +219,16 @@ mod tests {
             rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
             (path, file)
         };
-        let held: Vec<_> = (0..150).map(|n| lock(format!("held-{n}"))).collect();
+        let held: Vec<_> = (0..held).map(|n| lock(format!("held-{n}"))).collect();
         let is_done = std::sync::atomic::AtomicBool::new(false);
         let relaxed = std::sync::atomic::Ordering::Relaxed;
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_done.load(relaxed) {
-                    drop((0..20).map(|n| lock(format!("brief-{n}"))).collect::<Vec<_>>());
+                    drop((0..brief).map(|n| lock(format!("brief-{n}"))).collect::<Vec<_>>());
                 }
             });
-            for round in 0..40 {
+            for round in 0..rounds {
                 for (path, _) in &held {
                     let holder = flock_holder(path).unwrap();
                     is_done.fetch_or(holder.is_none(), relaxed);
