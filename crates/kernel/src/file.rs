@@ -210,7 +210,7 @@ mod tests {
         find_holders_while_others_are_released(2, 3, 2000);
     }
 
-    /// Looks for the holders of `held` locks, `rounds` times, while another thread takes and releases `brief` locks.
+    /// Finds the holders of `held` locks, `rounds` times, while another thread takes and releases `brief` locks.
     fn find_holders_while_others_are_released(held: usize, brief: usize, rounds: usize) {
         let folder = tempfile::tempdir().unwrap();
         let lock = |name: String| {

@@ -9,7 +9,7 @@ use rekindle_qemu::command::Disk;
 use rekindle_qemu::foreign::{self, MachineFacts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
-use rekindle_vm::overlays::OverlayDisks;
+use rekindle_vm::overlays::{OverlayDisks, OverlayDisksError};
 use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -88,7 +88,7 @@ impl ProtectionPlan {
             return Err(ProtectError::Obstacles { name: name.into(), obstacles }.into());
         }
         let attached = match target.state().attached {
-            Some(_) => Some(inspect_attached(name, &adopted, &mut control)?),
+            Some(_) => Some(inspect_attached(target, &adopted, &mut control)?),
             None => None,
         };
         let images = open_images(&mut control).map_err(CheckpointError::from)?;
@@ -108,7 +108,7 @@ fn prepare_overlays(
     let name = || target.name().to_owned();
     let (rundir, vmm) = (target.rundir(), target.vmm());
     let DiskPolicy::Overlays { parent } = disk_policy else {
-        return match OverlayDisks::adopt(control, rundir, vmm).map_err(|e| ProtectError::tracking(&name(), e))? {
+        return match adopt_overlays(target, control)? {
             Some(_) => Err(ProtectError::OnOverlays { name: name() }.into()),
             None => Ok(None),
         };
@@ -118,7 +118,7 @@ fn prepare_overlays(
     };
     let uuid = target.identity().uuid;
     let overlays = OverlayDisks::begin(control, rundir, vmm, machine, uuid, parent.as_deref())
-        .map_err(|e| ProtectError::tracking(&name(), e))?;
+        .map_err(|e| overlays_failed(target, e))?;
     if overlays.is_without_space() {
         // QEMU may have stopped the guest, which cannot be tracked then.
         let _run_state = target.hold_run_state().map_err(CheckpointError::from)?;
@@ -128,10 +128,35 @@ fn prepare_overlays(
     Ok(Some(overlays))
 }
 
+/// Takes over the overlays of an earlier protector, if there are any.
+fn adopt_overlays(target: &Target, control: &mut Qmp) -> Result<Option<OverlayDisks>, TrackingStartError> {
+    OverlayDisks::adopt(control, target.rundir(), target.vmm()).map_err(|e| overlays_failed(target, e))
+}
+
+/// Returns the error of overlays that could not be taken over or started. A program that works on the disks, or a restart of
+/// libvirt's daemon, only delays the protection.
+fn overlays_failed(target: &Target, error: OverlayDisksError) -> TrackingStartError {
+    let may_pass = error.may_pass();
+    let error = CheckpointError::Overlays(error);
+    if may_pass || error.is_of_libvirt() {
+        return TrackingStartError::Retryable(error);
+    }
+    TrackingStartError::Fatal(ProtectError::tracking(target.name(), error))
+}
+
 /// Inspects the devices of an attached guest, which may have changed since it was attached.
-fn inspect_attached(name: &str, adopted: &Adopted, control: &mut Qmp) -> Result<AttachedDevices, TrackingStartError> {
-    if let Err(obstacles) = foreign::describe(adopted, control).map_err(CheckpointError::from)? {
-        return Err(ProtectError::Obstacles { name: name.into(), obstacles }.into());
+fn inspect_attached(
+    target: &Target,
+    adopted: &Adopted,
+    control: &mut Qmp,
+) -> Result<AttachedDevices, TrackingStartError> {
+    let mut description = foreign::describe(adopted, control).map_err(CheckpointError::from)?;
+    // A snapshot that another program has put above overlays only delays them. It may have been merged meanwhile.
+    if description.is_err() && adopt_overlays(target, control)?.is_some() {
+        description = foreign::describe(adopted, control).map_err(CheckpointError::from)?;
+    }
+    if let Err(obstacles) = description {
+        return Err(ProtectError::Obstacles { name: target.name().into(), obstacles }.into());
     }
     let facts = foreign::read_facts(adopted, control).map_err(CheckpointError::from)?;
     Ok(AttachedDevices { adopted: Box::new(adopted.clone()), facts })

@@ -18,7 +18,6 @@ use crate::event::{CheckpointReport, ProtectEvent};
 use crate::pause::PauseError;
 use crate::session::TrackingSession;
 use crate::target::{Target, TargetError};
-use rekindle_qemu::block::BlockError;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
@@ -251,14 +250,7 @@ impl<'a> ControlLoop<'a> {
                 self.report_wait(with_causes(&e));
                 Ok(wait)
             }
-            // No overlay was put on a disk.
-            CheckpointError::Overlays(
-                e @ (OverlayDisksError::NotReady { .. }
-                | OverlayDisksError::ForeignJob { .. }
-                | OverlayDisksError::ForeignSnapshot { .. }
-                | OverlayDisksError::LibvirtDisagrees { .. }
-                | OverlayDisksError::Block(BlockError::LibvirtRejected { .. })),
-            ) if is_alive => {
+            CheckpointError::Overlays(e) if is_alive && e.may_pass() => {
                 self.report_wait(with_causes(&e));
                 Ok(wait)
             }

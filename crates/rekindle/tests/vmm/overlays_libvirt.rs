@@ -369,13 +369,11 @@ fn users_of_libvirt_cannot_change_what_a_checkpoint_needs() {
         taken = attached.virsh("snapshot-create-as", &arguments);
         taken.is_ok().then_some(())
     });
-    loop {
-        let waiting = protector.wait("waiting")["state"].as_str().unwrap().to_owned();
-        if waiting.contains(&user_file) {
-            assert!(waiting.contains("blockcommit"), "{waiting}");
-            break;
-        }
-    }
+    wait_for_merge(&mut protector, &user_file);
+    // A protector that starts meanwhile also waits.
+    protector.end();
+    let mut protector = Protector::start(guest, &lab, &store, &[&OVERLAYS[..], &["--every", "100ms"]].concat());
+    wait_for_merge(&mut protector, &user_file);
     write_both(guest, 2);
     attached.assert_rejected("blockcommit", &["vda", "--active", "--pivot", "--wait"], denied);
     attached.virsh("blockcommit", &["vda", "--active", "--shallow", "--pivot", "--wait"]).unwrap();
@@ -397,6 +395,66 @@ fn users_of_libvirt_cannot_change_what_a_checkpoint_needs() {
     assert_both_agree(guest, &expected, "after a snapshot and a backup");
     attached.detach("at the end");
     assert_both_agree(guest, &expected, "after detach");
+}
+
+/// Waits until the protector waits for the merge of a user's snapshot. Returns the command that merges it, without
+/// `virsh`.
+#[track_caller]
+fn wait_for_merge(protector: &mut Protector, user_file: &str) -> Vec<String> {
+    loop {
+        let waiting = protector.wait("waiting")["state"].as_str().unwrap().to_owned();
+        if waiting.contains(user_file) {
+            let (_, command) = waiting.split_once("virsh ").unwrap_or_else(|| panic!("no command: {waiting}"));
+            return command.split_whitespace().map(str::to_owned).collect();
+        }
+    }
+}
+
+/// The snapshot is below the overlay that is being put, or above an overlay that is fenced already.
+#[test]
+fn a_snapshot_of_a_user_in_the_middle_of_a_step_only_delays_checkpoints() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    let arguments = [&OVERLAYS[..], &["--every", "100ms"]].concat();
+    for (round, action) in ["stop", "kill"].into_iter().enumerate() {
+        eprintln!("{action}");
+        let seed = 1 + round as u64;
+        write_both(guest, seed);
+        let fault = format!("overlay.mark.fenced:{action}");
+        let mut protector =
+            Protector::start_with(guest, &lab, &store, &arguments, &[("REKINDLE_FAULT", fault.as_str())]);
+        let process = Process::of(protector.child.id()).unwrap();
+        wait_for("the fault", DEADLINE, || (process.is_stopped() || !process.is_alive()).then_some(()));
+        let user_file = format!("{IMAGES}/{action}.qcow2");
+        let spec = format!("vda,file={user_file}");
+        let snapshot = ["user", "--disk-only", "--no-metadata", "--diskspec", &spec, "--diskspec", "vdb,snapshot=no"];
+        attached.virsh("snapshot-create-as", &snapshot).unwrap();
+        if action == "stop" {
+            process.resume().unwrap();
+        } else {
+            protector = Protector::start(guest, &lab, &store, &arguments);
+        }
+        let command = wait_for_merge(&mut protector, &user_file);
+        write_both(guest, seed + 10);
+        let words: Vec<&str> = command.iter().skip(2).map(String::as_str).collect();
+        assert_eq!(&command[..3], ["blockcommit", "DOMAIN", "vda"]);
+        attached.virsh("blockcommit", &[&words[..], &["--wait"]].concat()).unwrap();
+        // Without the fault.
+        protector.kill();
+        let expected = read_both(guest);
+        protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+        attached.assert_fenced("vda");
+        assert_both_agree(guest, &expected, action);
+    }
+    let expected = read_both(guest);
+    write_both(guest, 20);
+    attached.kill_qemu();
+    restore(guest, &store, &[]);
+    assert_both_agree(guest, &expected, "restored");
+    guest.rekindle(&["stop", "--now"]).ok();
 }
 
 /// Returns the fault points of these steps.

@@ -7,7 +7,7 @@ use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, overlay_name
 use crate::fault;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
 use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, MarkObstacle, OverlayStep};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
@@ -127,6 +127,14 @@ impl OverlayDisk {
 
     /// Takes over the overlays of a disk; `None` if the device is on its image, which then has all writes.
     pub fn adopt(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
+        let files = files_of(&recorded);
+        Self::adopt_own(qmp, recorded, vmm).map_err(|e| match (&e, OverlayDirectory::open(files)) {
+            (OverlayDisksError::ForeignSnapshot { .. }, Ok(Some(directory))) => permit_merge(directory.state(), e),
+            _ => e,
+        })
+    }
+
+    fn adopt_own(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
         // It may be about to put the device on its image.
         match recorded.libvirt_disk() {
             Some(disk) => {
@@ -269,6 +277,10 @@ impl OverlayDisk {
     /// Takes all steps that must precede a mark. A merge that is due waits until after it, unless the disk has too many
     /// overlays.
     pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        self.prepare_own(qmp).map_err(|e| permit_merge(self.directory.state(), e))
+    }
+
+    fn prepare_own(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         self.prepared = None;
         for _ in 0..MAX_STEPS {
             let found = self.found(qmp)?;
@@ -341,11 +353,13 @@ impl OverlayDisk {
         self.libvirt.is_some() && head.is_none_or(|head| !head.is_put)
     }
 
-    /// Notes that the next overlay is on the disk.
-    pub fn note_put_early(&mut self) {
+    /// Notes the end of libvirt's call that puts the next overlay on the disk.
+    pub fn note_put_early(&mut self, is_put: bool) {
         if let Some(head) = self.prepared.as_mut().and_then(|prepared| prepared.head.as_mut()) {
-            head.is_put = true;
+            head.is_put |= is_put;
         }
+        // Also after an error: libvirt's answer may have been lost, and an overlay that the guest has written is not put again.
+        self.created = None;
     }
 
     /// Copies the overlay on top of the disk, if it was put before this pause. When QEMU stops a guest, it writes everything
@@ -653,6 +667,16 @@ impl OverlayDisk {
 
 fn files_of(recorded: &RecordedDisk) -> LocalFiles {
     LocalFiles::new(&recorded.directory, false)
+}
+
+/// Lets a user merge a snapshot, if that is why the disk is not ours now. The overlay below it is fenced if another overlay
+/// was about to be put on the disk, or is above the snapshot now. Returns the error.
+fn permit_merge(state: &OverlayState, error: OverlayDisksError) -> OverlayDisksError {
+    let OverlayDisksError::ForeignSnapshot { below, .. } = &error else { return error };
+    let epoch = below.file_name().and_then(|name| epoch_of_file(name.to_str()?));
+    // The overlay of a sealed epoch may belong to a checkpoint.
+    let permitted = if epoch > Some(state.sealed) { fence::open(below) } else { Ok(()) };
+    permitted.err().unwrap_or(error)
 }
 
 fn other_qemu(recorded: &RecordedDisk) -> OverlayDisksError {

@@ -62,8 +62,11 @@ impl LibvirtDisk {
     pub fn chain(&self, graph: &BlockGraph) -> Result<OverlayChain, OverlayDisksError> {
         graph.chain_by_files(&self.device, |file| self.overlay_of(file)).map_err(|e| match e {
             BlockError::ForeignNode { node, .. } => {
-                let file = graph.node(&node).map_or_else(|_| node.clone(), |node| node.file.clone());
-                OverlayDisksError::ForeignSnapshot { target: self.target.clone(), file }
+                let file_of = |node: &str| graph.node(node).map_or_else(|_| node.to_owned(), |node| node.file.clone());
+                let below = graph.nodes_of(&self.device).skip_while(|name| *name != node);
+                let below = below.map(file_of).find(|file| self.overlay_of(file).is_some());
+                let below = below.map_or_else(|| self.image.clone(), PathBuf::from);
+                OverlayDisksError::ForeignSnapshot { target: self.target.clone(), file: file_of(&node), below }
             }
             e => e.into(),
         })

@@ -109,9 +109,9 @@ pub enum OverlayDisksError {
     InUse { pid: u32, directory: PathBuf },
     #[error(
         "{target}: {file} is above its overlays, a snapshot of another program; no checkpoint is taken until it is merged: \
-         virsh blockcommit DOMAIN {target} --shallow --active --pivot"
+         virsh blockcommit DOMAIN {target} --base {} --active --pivot", below.display()
     )]
-    ForeignSnapshot { target: String, file: String },
+    ForeignSnapshot { target: String, file: String, below: PathBuf },
     #[error("{target}: libvirt's record and QEMU differ about {file}; no checkpoint is taken meanwhile")]
     LibvirtDisagrees { target: String, file: String },
     #[error("cannot read libvirt's description of the domain: {problem}")]
@@ -137,6 +137,20 @@ impl OverlayDisksError {
     pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { path, source }
+    }
+
+    /// Returns whether only another program's work on the disks is in the way, such as a snapshot or a block job. No overlay
+    /// was put on a disk, and a later attempt may succeed.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::NotReady { .. }
+                | Self::ForeignJob { .. }
+                | Self::ForeignSnapshot { .. }
+                | Self::LibvirtDisagrees { .. }
+                | Self::Block(BlockError::LibvirtRejected { .. })
+        )
     }
 }
 
@@ -267,7 +281,8 @@ impl OverlayDisks {
     /// no domain of libvirt. An overlay without a checkpoint is of no use, so the guest should run.
     ///
     /// # Errors
-    /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out.
+    /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out. A snapshot that a user has taken
+    /// since then is below the overlay now: [`OverlayDisks::seal`] fails.
     pub fn put_early(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         let not_put: Vec<&OverlayDisk> = self.disks.iter().filter(|disk| disk.is_to_be_put_early()).collect();
         if not_put.is_empty() {
@@ -281,10 +296,10 @@ impl OverlayDisks {
         self.pass("overlay.mark.prepared");
         not_put.iter().try_for_each(|disk| disk.fence_top())?;
         self.pass("overlay.mark.fenced");
-        rekindle_qemu::block::libvirt::mark(qmp, &marks, &others)?;
+        let put = rekindle_qemu::block::libvirt::mark(qmp, &marks, &others);
         self.pass("overlay.mark.marked");
-        self.disks.iter_mut().for_each(OverlayDisk::note_put_early);
-        Ok(())
+        self.disks.iter_mut().for_each(|disk| disk.note_put_early(put.is_ok()));
+        Ok(put?)
     }
 
     /// Ends the current epoch of all disks, or of none.
