@@ -341,7 +341,11 @@ impl Domain<'_> {
         fs::read_to_string(format!("/var/log/libvirt/qemu/{}.log", self.name)).unwrap_or_default()
     }
 
-    fn try_ask(&self, command: &str, timeout: Duration) -> io::Result<String> {
+    /// Sends a command to the guest and returns its reply.
+    ///
+    /// # Errors
+    /// If there is no reply within `timeout`.
+    pub fn try_ask(&self, command: &str, timeout: Duration) -> io::Result<String> {
         exchange(&TcpStream::connect_timeout(&self.address, timeout)?, command, timeout)
     }
 

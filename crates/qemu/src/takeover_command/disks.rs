@@ -80,7 +80,7 @@ impl Rewriter<'_> {
 
     /// Leaves out the nodes that QEMU has no more, of those that the command line gives a drive: `top`, its backing nodes,
     /// and the storages of all.
-    fn remove_closed(&mut self, top: Option<&str>) {
+    pub(super) fn remove_closed(&mut self, top: Option<&str>) {
         let mut next = top.map(str::to_owned);
         while let Some(node) = next {
             let Some(given) = self.block_nodes.get(&node) else { return };
@@ -206,7 +206,8 @@ impl Rewriter<'_> {
         let Drive { device, file, nodes, tray_open, is_limited, .. } = drive;
         let mut changes = Vec::new();
         let given_node = self.node_of(device);
-        if file.is_some() && self.is_empty_drive(device) {
+        let is_plugged = self.facts.plugged.iter().any(|plugged| device.split('/').any(|part| part == plugged.id));
+        if file.is_some() && self.is_empty_drive(device) && !is_plugged {
             changes.push(
                 "its medium was inserted while the guest ran: eject it (virsh change-media --eject), or start the VM \
                  with it"

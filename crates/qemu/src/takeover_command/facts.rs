@@ -1,10 +1,12 @@
 //! Properties of a running machine that its command line does not show.
 
 use super::inventory::{device_name, node_names, storage_nodes};
+use super::plugged::{self, PluggedDevice};
 use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
 use crate::block::graph::{self, BlockNode};
 use crate::foreign::{self, MachineFacts};
+use crate::options::Options;
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::{self, RamBlock};
 use serde::Deserialize;
@@ -23,6 +25,10 @@ pub struct RunningFacts {
     /// The descriptors that QEMU has for each set of `-add-fd`. They have other numbers than on the command line.
     pub fd_sets: BTreeMap<u32, Vec<RawFd>>,
     pub vnc_servers: Vec<VncServer>,
+    /// Devices that were plugged in since the start. A device is after that on whose bus it is.
+    pub plugged: Vec<PluggedDevice>,
+    /// The options of the present objects that a manager adds and removes while the guest runs, by id.
+    pub objects: BTreeMap<String, Options>,
 }
 
 /// A drive of the machine at present.
@@ -63,6 +69,8 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
     let fd_sets: Vec<FdSet> = qmp.execute("query-fdsets", ())?;
     let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
     Ok(RunningFacts {
+        plugged: plugged::read(&adopted.arguments, &machine.devices, qmp)?,
+        objects: plugged::read_objects(qmp)?,
         machine,
         ram_blocks: ramblock::list(qmp)?,
         drives: drives.iter().filter_map(|entry| drive(entry, &chains)).collect(),

@@ -12,10 +12,12 @@ impl Rewriter<'_> {
         self.finish_machine();
         self.check_display();
         self.check_nographic();
+        self.follow_plugging();
         let devices: Vec<Options> = self.devices.iter().map(|device| device.options.clone()).collect();
         self.obstacles.extend(device_differences(&devices, &self.facts.machine.devices));
         self.follow_images();
         self.check_disks();
+        self.check_plugged();
         self.leave_out_removed();
         self.check_fd_sets();
         self.add_own_monitors();

@@ -12,8 +12,8 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where QEMU has the devices that have an id.
-const DEVICES: &str = "/machine/peripheral";
-const OBJECTS: &str = "/objects";
+pub(super) const DEVICES: &str = "/machine/peripheral";
+pub(super) const OBJECTS: &str = "/objects";
 /// QOM property of a USB device: whether the guest sees it.
 const ATTACHED: &str = "attached";
 /// QOM property of a balloon: seconds between two reports of the guest's memory statistics; 0 for none.
@@ -345,7 +345,7 @@ fn text(value: &Value, name: &str) -> String {
 }
 
 /// Returns the type of an entry of `qom-list` that is an object.
-fn child_type(entry: &Value) -> Option<&str> {
+pub(super) fn child_type(entry: &Value) -> Option<&str> {
     entry.get("type")?.as_str()?.strip_prefix("child<")?.strip_suffix('>')
 }
 

@@ -65,13 +65,9 @@ impl Rewriter<'_> {
         self.add("object", backend.to_string());
     }
 
-    /// Returns the RAM block of the backend `id`. `None` after an obstacle was added.
+    /// Returns the RAM block of the present backend `id`. `None` after an obstacle was added.
     fn block_of(&mut self, id: &str) -> Option<BackendBlock> {
-        let Some(backend) = self.facts.machine.backends.iter().find(|backend| backend.id == id) else {
-            let why = "it was taken away while the guest ran; start the VM without it";
-            self.refuse(format!("memory backend {id}"), why);
-            return None;
-        };
+        let backend = self.facts.machine.backends.iter().find(|backend| backend.id == id)?;
         let names = [id.to_owned(), format!("/objects/{id}")];
         let is_block = |block: &&crate::ramblock::RamBlock| names.contains(&block.id) && block.used == backend.bytes;
         let Some(block) = self.facts.ram_blocks.iter().find(is_block) else {
@@ -82,7 +78,8 @@ impl Rewriter<'_> {
         Some(BackendBlock { name: block.id.clone(), bytes: backend.bytes, page_bytes: block.page_size })
     }
 
-    /// Adds what the command line does not name: the machine type, and the backend that QEMU made for `-m`.
+    /// Adds what the command line does not name: the machine type, the backend that QEMU made for `-m`, and those of memory
+    /// that was plugged in while the guest ran.
     pub(super) fn finish_machine(&mut self) {
         if !self.given.machine_type {
             let machine = Options::Pairs(vec![("type".into(), Some(self.facts.machine.machine.clone()))]);
@@ -103,16 +100,12 @@ impl Rewriter<'_> {
             if self.backends.contains(id) {
                 continue;
             }
-            if facts.main_backend.as_ref() != Some(id) {
-                let why = "memory that was plugged in while the guest ran is not on its command line: unplug it, or \
-                           start the VM with it";
-                self.refuse(format!("memory backend {id}"), why);
-            } else if let Some(block) = self.block_of(id) {
+            if let Some(block) = self.block_of(id) {
                 let pair = |key: &str, value: String| (key.to_owned(), Some(value));
                 let kind = pair("qom-type", String::new());
                 let pairs = vec![kind, pair("id", id.clone()), pair("size", block.bytes.to_string())];
                 self.add_backend(Options::Pairs(pairs), block);
-                if !self.given.memory_backend {
+                if !self.given.memory_backend && facts.main_backend.as_ref() == Some(id) {
                     let machine = Options::Pairs(vec![("memory-backend".into(), Some(id.clone()))]);
                     self.add("machine", machine.to_string());
                 }

@@ -14,6 +14,7 @@
 //! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
+//! | devices | with those that were plugged in since the start, without those that were unplugged |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
 //! ([`crate::foreign`] derives a machine for *another* host from such a command line: without its sockets, files and
@@ -72,6 +73,7 @@ mod memory;
 mod network;
 mod open_files;
 mod pid_file;
+mod plugged;
 mod rules;
 pub mod spice;
 pub mod vnc;
@@ -79,10 +81,11 @@ pub mod vnc;
 pub use facts::{Drive, RunningFacts, read_facts};
 pub use inventory::{Inventory, Item};
 pub use open_files::{MACVTAP_PREFIX, open_descriptors};
+pub use plugged::PluggedDevice;
 
 use crate::adopt::{Obstacle, obstacle_of_type};
 use crate::command::TapSlot;
-use crate::foreign::{CarryRule, CommandOption, refused_device, refused_object, split, with_absolute_paths};
+use crate::foreign::{CarryRule, CommandOption, Reason, refused_device, refused_object, split, with_absolute_paths};
 use crate::options::Options;
 use crate::syntax::Syntax;
 use descriptors::Numbers;
@@ -417,14 +420,9 @@ impl Rewriter<'_> {
     fn read_device(&mut self, option: &CommandOption<'_>) {
         let Some(device) = self.parse(option, "driver") else { return };
         let driver = device.get("driver").unwrap_or_default();
-        if let Some(why) =
-            obstacle_of_type(&driver).or_else(|| refused_device(&driver)).filter(|_| !rules::needs_only_spice(&driver))
-        {
+        if let Some(why) = refusal_of_device(&driver) {
             let id = device.get("id").map(|id| format!(",id={id}")).unwrap_or_default();
             self.refuse(format!("-device {driver}{id}"), why);
-        } else if driver.starts_with("virtio-mem") {
-            let why = "Rekindle does not carry over which parts of its memory are plugged in";
-            self.refuse(format!("-device {driver}"), why);
         }
         let device = self.keep_changeable(option, device);
         self.devices.push(device);
@@ -434,6 +432,9 @@ impl Rewriter<'_> {
         let Some(object) = self.parse(option, "qom-type") else { return };
         let kind = object.get("qom-type").unwrap_or_default();
         let id = object.get("id").unwrap_or_default();
+        if self.was_removed(&kind, &id) {
+            return;
+        }
         let is_own = object.get("chardev").is_some_and(|chardev| chardev.starts_with(OWN_ID_PREFIX));
         if let Some(why) = obstacle_of_type(&kind).or_else(|| refused_object(&kind)).or_else(|| rules::object(&kind)) {
             self.refuse(format!("-object {kind},id={id}"), why);
@@ -507,6 +508,14 @@ impl Rewriter<'_> {
             self.add("run-with", run_with.to_string());
         }
     }
+}
+
+/// Returns why a device of this type cannot be taken over.
+fn refusal_of_device(driver: &str) -> Option<Reason> {
+    if driver.starts_with("virtio-mem") {
+        return Some("Rekindle does not carry over which parts of its memory are plugged in");
+    }
+    obstacle_of_type(driver).or_else(|| refused_device(driver)).filter(|_| !rules::needs_only_spice(driver))
 }
 
 #[cfg(test)]

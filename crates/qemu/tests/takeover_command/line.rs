@@ -4,6 +4,7 @@
 use rekindle_qemu::adopt::Obstacle;
 use rekindle_qemu::command::RamBackend;
 use rekindle_qemu::foreign::{CurrentDisk, MachineFacts};
+use rekindle_qemu::options::Options;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::syntax::Syntax;
 use rekindle_qemu::takeover_command::{
@@ -25,6 +26,13 @@ pub struct Line {
 
 fn texts(list: &Value) -> Vec<String> {
     list.as_array().into_iter().flatten().map(|text| text.as_str().unwrap().to_owned()).collect()
+}
+
+/// Returns the objects of a command line by id: none was added or removed since the start.
+fn objects(arguments: &[String]) -> BTreeMap<String, Options> {
+    let values = arguments.windows(2).filter(|pair| pair[0] == "-object").map(|pair| &pair[1]);
+    let objects = values.map(|value| Options::parse(value, "qom-type").unwrap());
+    objects.map(|object| (object.get("id").unwrap(), object)).collect()
 }
 
 impl Line {
@@ -67,6 +75,8 @@ impl Line {
             nodes: BTreeMap::new(),
             fd_sets: fd_sets(&file["fd_sets"]),
             vnc_servers: serde_json::from_value(file["vnc_servers"].clone()).unwrap_or_default(),
+            plugged: Vec::new(),
+            objects: objects(&texts(&file["arguments"])),
         };
         let open = file["descriptors"].as_object().unwrap().iter();
         Self {

@@ -99,7 +99,8 @@ pub(crate) fn inspect(
     let mut spare = line.spare_numbers();
     let listeners = passed_listeners(name, &line, &mut spare, |number| open.get(&number))?;
     let taps = line.tap_slots(&mut spare);
-    let baseline = Baseline { name: name.to_owned(), adopted, inventory, open, destination, line };
+    let baseline =
+        Baseline { name: name.to_owned(), adopted, inventory, open, destination, line, plugged: facts.plugged };
     Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, binary, copy_bytes })
 }
 

@@ -11,7 +11,7 @@ use rekindle_qemu::adopt::Adopted;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::{
-    CommandLine, Destination, Inventory, Item, SourceDescriptor, open_descriptors, read_facts, rewrite,
+    CommandLine, Destination, Inventory, Item, PluggedDevice, SourceDescriptor, open_descriptors, read_facts, rewrite,
 };
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -27,6 +27,8 @@ pub(crate) struct Baseline {
     pub open: BTreeMap<RawFd, SourceDescriptor>,
     pub destination: Destination,
     pub line: CommandLine,
+    /// Devices that were plugged in since the start of the source.
+    pub plugged: Vec<PluggedDevice>,
 }
 
 impl Baseline {
@@ -38,7 +40,10 @@ impl Baseline {
 
     /// Rejects a destination that does not have the machine of the source, and gives it the source's settings.
     pub(crate) fn fit(&self, destination: &mut Qmp) -> Result<(), RebootError> {
-        let differences = self.inventory.differences_from(&Inventory::read(destination)?);
+        let mut differences = self.inventory.differences_from(&Inventory::read(destination)?);
+        for device in &self.plugged {
+            differences.extend(device.differences(destination)?);
+        }
         if !differences.is_empty() {
             let problem = |item: Item| {
                 format!(

@@ -1,6 +1,6 @@
 //! Domains that libvirt's clients have changed: since the start, or while the replacement of the QEMU is prepared.
 
-use super::{DEVICES, assert_continues, boot, rekindle, replace, text};
+use super::{DEVICES, assert_continues, boot, qmp, rekindle, replace, text};
 use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
@@ -44,13 +44,6 @@ fn reject(domain: &Domain<'_>, reason: &str) {
     let source = domain.process();
     let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert_rejected(domain, &output, reason, source);
-}
-
-/// Sends a QMP command through libvirt.
-fn qmp(libvirt: &PrivateLibvirt, domain: &Domain<'_>, command: &str, arguments: &Value) -> Value {
-    let text = json!({"execute": command, "arguments": arguments}).to_string();
-    let answer = libvirt.virsh(&["qemu-monitor-command", &domain.name, &text]);
-    serde_json::from_str::<Value>(&answer).unwrap()["return"].take()
 }
 
 #[test]
@@ -195,9 +188,6 @@ fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
     let status = fs::read_to_string(status).unwrap();
     assert!(status.lines().any(|line| line.split_whitespace().eq(["Cpus_allowed_list:", "0"])), "{status}");
 
-    libvirt.virsh(&["iothreadadd", name, "3", "--live"]);
-    reject(&domain, "I/O thread iothread3");
-    libvirt.virsh(&["iothreaddel", name, "3", "--live"]);
     libvirt.virsh(&["memtune", name, "--hard-limit", "2097152", "--live"]);
     reject(&domain, "virsh memtune");
 }

@@ -7,6 +7,7 @@ mod daemon;
 mod faults;
 mod interference;
 mod page;
+mod plugged;
 mod protect_page;
 mod several;
 mod spice;
@@ -20,7 +21,7 @@ use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
 use rekindle_testing::{DEADLINE, poll};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Output};
@@ -90,6 +91,13 @@ fn replace(domain: &Domain<'_>) -> Value {
     assert!(!source.is_alive());
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
     serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Sends a QMP command through libvirt.
+fn qmp(libvirt: &PrivateLibvirt, domain: &Domain<'_>, command: &str, arguments: &Value) -> Value {
+    let text = json!({"execute": command, "arguments": arguments}).to_string();
+    let answer = libvirt.virsh(&["qemu-monitor-command", &domain.name, &text]);
+    serde_json::from_str::<Value>(&answer).unwrap()["return"].take()
 }
 
 /// Returns the inodes of the memory files that Rekindle has made for the domain's RAM.

@@ -1,0 +1,135 @@
+//! Devices and objects that were plugged in or unplugged while the guest ran.
+
+use super::{PluggedDevice, in_order_of_buses};
+use crate::block::graph::{BlockNode, CacheMode};
+use crate::command::RamBackend;
+use crate::options::Options;
+use crate::ramblock::RamBlock;
+use crate::syntax::Syntax;
+use crate::takeover_command::tests::{facts, rewrite_line};
+use crate::takeover_command::{Drive, RunningFacts};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+const MIB: u64 = 1 << 20;
+
+fn device(id: &str, driver: &str, bus: Option<&str>, properties: &Value) -> PluggedDevice {
+    let properties = properties.as_object().unwrap().clone().into_iter().collect();
+    let defaults = BTreeMap::from([("write-cache".into(), json!("auto")), ("bootindex".into(), json!(-1))]);
+    PluggedDevice { id: id.into(), driver: driver.into(), bus: bus.map(str::to_owned), properties, defaults }
+}
+
+/// The facts of a machine into which these devices were plugged.
+fn facts_with(plugged: Vec<PluggedDevice>) -> RunningFacts {
+    let ids: Vec<&str> = plugged.iter().map(|device| device.id.as_str()).collect();
+    RunningFacts { plugged: plugged.clone(), ..facts(&ids) }
+}
+
+fn disk(drive: &str) -> PluggedDevice {
+    let properties = json!({"drive": drive, "addr": 48, "write-cache": "on", "bootindex": -1, "serial": "", "secs": 63,
+        "iothread": "/objects/io1"});
+    device("disk", "virtio-blk-pci", Some("/machine/i440fx/pci.0"), &properties)
+}
+
+/// Gives the disk an image in a file of this path.
+fn add_image(facts: &mut RunningFacts, path: &str) {
+    let device = "/machine/peripheral/disk/virtio-backend".to_owned();
+    let storages = BTreeMap::from([("top".to_owned(), "top-s".to_owned())]);
+    let nodes = vec!["top".to_owned()];
+    facts.drives =
+        vec![Drive { device, file: Some(path.into()), nodes, storages, tray_open: false, is_limited: false }];
+    let cache = CacheMode { direct: true, no_flush: false };
+    for (name, driver) in [("top", "qcow2"), ("top-s", if path.starts_with('/') { "file" } else { "nbd" })] {
+        let node = BlockNode {
+            driver: driver.into(),
+            file: path.into(),
+            read_only: false,
+            size: 0,
+            cache,
+            detect_zeroes: "off".into(),
+        };
+        facts.nodes.insert(name.into(), node);
+    }
+}
+
+/// Returns the values of this option in the rewritten command line, in order.
+fn values(line: &str, facts: &RunningFacts, option: &str) -> Vec<Value> {
+    let line = rewrite_line(&format!("-display none{line}"), facts, &[], Syntax::default()).unwrap();
+    let pairs = line.arguments.windows(2).filter(|pair| pair[0] == option);
+    pairs.map(|pair| serde_json::from_str(&pair[1]).unwrap_or_else(|_| json!(pair[1]))).collect()
+}
+
+fn refused(facts: &RunningFacts) -> Vec<String> {
+    let obstacles = rewrite_line("-display none", facts, &[], Syntax::default()).unwrap_err();
+    obstacles.into_iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)).collect()
+}
+
+#[test]
+fn a_plugged_disk_has_its_image_and_what_was_chosen() {
+    let mut facts = facts_with(vec![disk("top")]);
+    add_image(&mut facts, "/d");
+    let options = json!({"qom-type": "iothread", "id": "io1"}).as_object().unwrap().clone();
+    facts.objects = BTreeMap::from([("io1".to_owned(), Options::Json(options))]);
+    let expected = json!({"driver": "virtio-blk-pci", "id": "disk", "bus": "pci.0", "addr": 48, "write-cache": "on",
+        "iothread": "/objects/io1", "drive": "top"});
+    assert_eq!(values("", &facts, "-device"), [expected]);
+    let nodes: Vec<Value> = values("", &facts, "-blockdev").iter().map(|node| node["node-name"].clone()).collect();
+    assert_eq!(nodes, ["top-s", "top"]);
+    assert!(values("", &facts, "-object").contains(&json!({"qom-type": "iothread", "id": "io1"})));
+    // After one replacement, the command line names all of it.
+    facts.plugged.clear();
+    let line = " -object iothread,id=io1 -blockdev file,node-name=top-s,filename=/d -blockdev qcow2,node-name=top,file=top-s \
+                -device virtio-blk-pci,id=disk,drive=top";
+    assert_eq!(values(line, &facts, "-device").len(), 1);
+    assert_eq!(values(line, &facts, "-blockdev").len(), 2);
+    assert_eq!(values(line, &facts, "-object").len(), 2, "with the guest's RAM");
+}
+
+#[test]
+fn what_cannot_be_opened_again_is_named() {
+    let mut with_nbd = facts_with(vec![disk("top")]);
+    add_image(&mut with_nbd, "nbd://host/export");
+    assert!(refused(&with_nbd)[0].starts_with("device disk: it was plugged in while the guest ran, and its images"));
+    let card = device("card", "virtio-net-pci", Some("/machine/i440fx/pci.0"), &json!({"netdev": "n1"}));
+    assert!(refused(&facts_with(vec![card]))[0].contains("does not carry over its network yet"));
+    let hardware = device("gpu", "vfio-pci", Some("/machine/i440fx/pci.0"), &json!({}));
+    assert!(refused(&facts_with(vec![hardware]))[0].starts_with("device vfio-pci,id=gpu"));
+}
+
+#[test]
+fn unplugged_devices_and_objects_are_left_out_with_their_images() {
+    let line = " -object iothread,id=io1 -object memory-backend-ram,id=dimm,size=1M -device pc-dimm,id=dimm0,memdev=dimm \
+                -blockdev file,node-name=top-s,filename=/d -blockdev qcow2,node-name=top,file=top-s \
+                -device virtio-blk-pci,id=disk,drive=top,iothread=io1 -device virtio-rng-pci,id=rng0";
+    let facts = facts(&["rng0"]);
+    assert_eq!(values(line, &facts, "-device"), ["virtio-rng-pci,id=rng0"]);
+    assert_eq!(values(line, &facts, "-blockdev"), [] as [Value; 0]);
+    assert_eq!(values(line, &facts, "-object").len(), 1, "the guest's RAM");
+}
+
+#[test]
+fn plugged_memory_is_a_file() {
+    let dimm =
+        device("dimm0", "pc-dimm", None, &json!({"memdev": "/objects/dimm", "slot": 0, "addr": 4_294_967_296_u64}));
+    let mut facts = facts_with(vec![dimm]);
+    facts.machine.backends.push(RamBackend { id: "dimm".into(), bytes: MIB });
+    let block = RamBlock { id: "dimm".into(), used: MIB, total: MIB, page_size: 4096, offset: 0, address: None };
+    facts.ram_blocks.push(block);
+    let expected = json!({"driver": "pc-dimm", "id": "dimm0", "memdev": "/objects/dimm", "slot": 0,
+        "addr": 4_294_967_296_u64});
+    let line = " -m 128,slots=2,maxmem=1G";
+    assert_eq!(values(line, &facts, "-device"), [expected]);
+    let backends = values(line, &facts, "-object");
+    assert!(backends.iter().any(|backend| backend.as_str().is_some_and(|text| text.contains("id=dimm,size=1048576"))));
+    assert_eq!(values(line, &facts, "-machine").len(), 2, "the type, and the backend of the main memory alone");
+}
+
+#[test]
+fn a_device_is_after_that_on_whose_bus_it_is() {
+    let on = |id: &str, bus: &str| device(id, "x", Some(bus), &json!({}));
+    let bridge = "/machine/peripheral/a-bridge/a-bridge";
+    let bus_of_disk = "/machine/peripheral/scsi/virtio-backend/scsi.0";
+    let devices = vec![on("a-disk", bus_of_disk), on("scsi", bridge), on("a-bridge", "/machine/q35/pcie.0")];
+    let ordered: Vec<String> = in_order_of_buses(devices).into_iter().map(|device| device.id).collect();
+    assert_eq!(ordered, ["a-bridge", "scsi", "a-disk"]);
+}
