@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Properties that a manager chooses. Without the `drive`: the images of a disk are followed as those of other disks.
-const CHOSEN: [&str; 66] = [
+const CHOSEN: [&str; 64] = [
     "acpi-index",
     "addr",
     "ats",
@@ -76,11 +76,9 @@ const CHOSEN: [&str; 66] = [
     "werror",
     "write-cache",
     "wwn",
-    "x-speed",
     "guest-stats-polling-interval",
     "free-page-reporting",
     "deflate-on-oom",
-    "pcie-root-port",
     "chassis",
     "bus_nr",
 ];
