@@ -1,7 +1,7 @@
 //! Properties of a running machine that its command line does not show.
 
 use super::inventory::{device_name, node_names, storage_nodes};
-use super::plugged::{self, PluggedDevice};
+use super::plugged::{self, Plugged, PluggedDevice};
 use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
 use crate::block::graph::{self, BlockNode};
@@ -25,8 +25,10 @@ pub struct RunningFacts {
     /// The descriptors that QEMU has for each set of `-add-fd`. They have other numbers than on the command line.
     pub fd_sets: BTreeMap<u32, Vec<RawFd>>,
     pub vnc_servers: Vec<VncServer>,
-    /// Devices that were plugged in since the start. A device is after that on whose bus it is.
+    /// Devices that were plugged in since the start. A device comes after the device that provides its bus.
     pub plugged: Vec<PluggedDevice>,
+    /// The types of those that have no id.
+    pub plugged_without_id: Vec<String>,
     /// The options of the present objects that a manager adds and removes while the guest runs, by id.
     pub objects: BTreeMap<String, Options>,
 }
@@ -68,8 +70,10 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
     let chains: Vec<Value> = qmp.execute("query-blockstats", ())?;
     let fd_sets: Vec<FdSet> = qmp.execute("query-fdsets", ())?;
     let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
+    let Plugged { devices: plugged, unnamed } = Plugged::read(&adopted.arguments, &machine.devices, qmp)?;
     Ok(RunningFacts {
-        plugged: plugged::read(&adopted.arguments, &machine.devices, qmp)?,
+        plugged,
+        plugged_without_id: unnamed,
         objects: plugged::read_objects(qmp)?,
         machine,
         ram_blocks: ramblock::list(qmp)?,

@@ -2,6 +2,7 @@
 //! with the same id. Its RAM block must have the same name, which depends on the machine type and the kind of backend.
 
 use super::{Descriptor, Rewriter};
+use crate::command::RamBackend;
 use crate::foreign::CommandOption;
 use crate::options::Options;
 
@@ -91,7 +92,10 @@ impl Rewriter<'_> {
             self.refuse("the guest's memory", why);
         }
         if !self.given.memory_size {
-            let bytes: u64 = facts.backends.iter().map(|backend| backend.bytes).sum();
+            let is_at_start = |backend: &&RamBackend| {
+                facts.main_backend.as_ref() == Some(&backend.id) || self.backends.contains(&backend.id)
+            };
+            let bytes: u64 = facts.backends.iter().filter(is_at_start).map(|backend| backend.bytes).sum();
             // `K` is KiB.
             self.add("m", format!("{}K", bytes / 1024));
         }

@@ -1,7 +1,8 @@
 //! Devices that were plugged in or unplugged while the guest ran. The *source* is the QEMU that runs the guest, the
 //! *destination* the one that takes it over ([`super`]).
 //!
-//! The command line does not name a device that was plugged in. Its option is made from the properties that QEMU reports:
+//! The command line does not name a device that was plugged in, or has another device of that name which was unplugged
+//! before. Its option is made from the properties that QEMU reports:
 //! those that a manager chooses and that differ from QEMU's default. QEMU computes many others, such as the geometry of a
 //! disk, and some defaults depend on its version, so the destination's device is compared with the source's afterwards
 //! ([`PluggedDevice::differences`]).
@@ -15,7 +16,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Properties that a manager chooses. Without the `drive`: the images of a disk are followed as those of other disks.
+/// Properties that are copied to the option of a plugged device, besides `drive`: its images are followed as those of other
+/// disks.
 const CHOSEN: [&str; 64] = [
     "acpi-index",
     "addr",
@@ -85,6 +87,12 @@ const CHOSEN: [&str; 64] = [
 /// Properties whose values differ between versions of QEMU although the guest sees the same.
 const VERSION_DEPENDENT: [&str; 1] = ["rombar"];
 const DRIVE: &str = "drive";
+/// QOM property of a device: the path of its bus.
+const PARENT_BUS: &str = "parent_bus";
+/// The bus of memory, which cannot be named.
+const SYSTEM_BUS: &str = "/machine/unattached/sysbus";
+/// Where QEMU has the devices without an id.
+const UNNAMED_DEVICES: &str = "/machine/peripheral-anon";
 
 /// A device that was plugged in while the guest ran.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,7 +109,8 @@ pub struct PluggedDevice {
 }
 
 impl PluggedDevice {
-    fn read(qmp: &mut Qmp, id: &str) -> Result<Self, QmpError> {
+    /// Reads a device. `None` if it was unplugged in this moment.
+    fn read(qmp: &mut Qmp, id: &str) -> Result<Option<Self>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
         struct Description {
@@ -109,14 +118,14 @@ impl PluggedDevice {
             default_value: Option<Value>,
         }
         let path = path_of(id);
-        let driver: String = qmp.execute("qom-get", json!({"path": path, "property": "type"}))?;
-        let bus = property(qmp, &path, "parent_bus")?.and_then(|bus| Some(bus.as_str()?.to_owned()));
+        let driver = property(qmp, &path, "type")?.and_then(|driver| Some(driver.as_str()?.to_owned()));
+        let Some(driver) = driver else { return Ok(None) };
+        let bus = property(qmp, &path, PARENT_BUS)?.and_then(|bus| Some(bus.as_str()?.to_owned()));
         let described: Vec<Description> = qmp.execute("device-list-properties", json!({"typename": driver}))?;
         let mut device = Self {
             id: id.into(),
             driver,
-            // A device of memory has a bus that has no name.
-            bus: bus.filter(|bus| !bus.is_empty() && !bus.starts_with("/machine/unattached/")),
+            bus: bus.filter(|bus| !bus.is_empty() && bus != SYSTEM_BUS),
             properties: BTreeMap::new(),
             defaults: BTreeMap::new(),
         };
@@ -126,14 +135,14 @@ impl PluggedDevice {
             }
             device.defaults.extend(default_value.map(|value| (name, value)));
         }
-        Ok(device)
+        Ok(Some(device))
     }
 
     /// Returns the option that makes such a device, without its drive.
     fn options(&self) -> Options {
         let mut options = Map::from_iter([("driver", &self.driver), ("id", &self.id)].map(text_member));
-        if let Some(bus) = self.bus.as_deref().and_then(|path| path.rsplit('/').next()) {
-            options.insert("bus".into(), bus.into());
+        if let Some(bus) = self.bus.as_deref() {
+            options.insert("bus".into(), last_part(bus).into());
         }
         for (name, value) in &self.properties {
             let is_empty = value.is_null() || value == "";
@@ -153,22 +162,34 @@ impl PluggedDevice {
         self.properties.get(property)?.as_str().filter(|text| !text.is_empty())
     }
 
-    /// Returns the properties that the device of this id has otherwise in another QEMU. Those that only one of the two QEMUs
-    /// has do not count.
+    /// Returns the properties whose values differ in another QEMU. Properties that only one of the two QEMUs has do not count.
     ///
     /// # Errors
     /// When QEMU does not answer or returns an error.
     pub fn differences(&self, other: &mut Qmp) -> Result<Vec<Item>, QmpError> {
         let path = path_of(&self.id);
-        let mut differences = Vec::new();
+        let mut differing = Vec::new();
         for (name, value) in &self.properties {
-            let is_different = property(other, &path, name)?.is_some_and(|other| other != *value);
+            let is_different = property(other, &path, name)?.is_some_and(|actual| actual != *value);
             if is_different && !VERSION_DEPENDENT.contains(&name.as_str()) {
-                differences.push(Item::Property { object: format!("device {}", self.id), name: name.clone() });
+                differing.push(name.as_str());
             }
         }
-        Ok(differences)
+        if let Some(bus) = &self.bus {
+            let actual = property(other, &path, PARENT_BUS)?.unwrap_or_default();
+            // QEMU's own devices have other numbers in other versions.
+            if actual.as_str().map(last_part) != Some(last_part(bus)) {
+                differing.push(PARENT_BUS);
+            }
+        }
+        let item = |name: &str| Item::Property { object: format!("device {}", self.id), name: name.to_owned() };
+        Ok(differing.into_iter().map(item).collect())
     }
+}
+
+/// Returns the name of the object at a QOM path.
+fn last_part(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or_default()
 }
 
 fn text_member((key, text): (&str, &String)) -> (String, Value) {
@@ -188,22 +209,49 @@ fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpE
     }
 }
 
-/// Reads the devices that the command line does not name, of the `current` ones. A device is after that on whose bus it is.
-///
-/// # Errors
-/// When QEMU does not answer or returns an error.
-pub(super) fn read(
-    arguments: &[String],
-    current: &BTreeSet<String>,
-    qmp: &mut Qmp,
-) -> Result<Vec<PluggedDevice>, QmpError> {
-    // An unknown option is reported by the rewrite.
-    let options = split(arguments).unwrap_or_default();
-    let devices = options.iter().filter(|option| option.name == "device").filter_map(|option| option.value);
-    let ids = devices.filter_map(|value| Options::parse(value, "driver").ok()?.get("id"));
-    let named: BTreeSet<String> = ids.collect();
-    let plugged = current.difference(&named).map(|id| PluggedDevice::read(qmp, id));
-    Ok(in_order_of_buses(plugged.collect::<Result<_, _>>()?))
+/// Devices that were plugged in while the guest ran.
+#[derive(Debug, Default)]
+pub(super) struct Plugged {
+    /// Those with an id. A device comes after the device that provides its bus.
+    pub(super) devices: Vec<PluggedDevice>,
+    /// The types of those without an id.
+    pub(super) unnamed: Vec<String>,
+}
+
+impl Plugged {
+    /// Reads them, of the `current` devices. That the command line names an id proves nothing: another device may have had it.
+    ///
+    /// # Errors
+    /// When QEMU does not answer or returns an error.
+    pub(super) fn read(arguments: &[String], current: &BTreeSet<String>, qmp: &mut Qmp) -> Result<Self, QmpError> {
+        // An unknown option is reported by the rewrite.
+        let options = split(arguments).unwrap_or_default();
+        let devices = options.iter().filter(|option| option.name == "device").filter_map(|option| option.value);
+        let ids = devices.filter_map(|value| Options::parse(value, "driver").ok()?.get("id"));
+        let named: BTreeSet<String> = ids.collect();
+        let mut plugged = Vec::new();
+        for id in current {
+            if !named.contains(id) || is_hotplugged(qmp, &path_of(id))? {
+                plugged.extend(PluggedDevice::read(qmp, id)?);
+            }
+        }
+        let mut unnamed = Vec::new();
+        let listed: Vec<Value> = qmp.execute("qom-list", json!({"path": UNNAMED_DEVICES}))?;
+        for device in &listed {
+            let (name, kind) = (device.get("name").and_then(Value::as_str), child_type(device));
+            if let (Some(name), Some(kind)) = (name, kind)
+                && is_hotplugged(qmp, &format!("{UNNAMED_DEVICES}/{name}"))?
+            {
+                unnamed.push(kind.to_owned());
+            }
+        }
+        Ok(Self { devices: in_order_of_buses(plugged), unnamed })
+    }
+}
+
+/// Returns whether a device was plugged in after the start of the machine.
+fn is_hotplugged(qmp: &mut Qmp, path: &str) -> Result<bool, QmpError> {
+    Ok(property(qmp, path, "hotplugged")? == Some(Value::Bool(true)))
 }
 
 fn in_order_of_buses(mut devices: Vec<PluggedDevice>) -> Vec<PluggedDevice> {
@@ -261,7 +309,7 @@ impl Rewriter<'_> {
         ids.any(|other| other == id)
     }
 
-    /// Returns whether QEMU has the object `id` of the command line no more.
+    /// Returns whether an object of the command line was removed since.
     pub(super) fn was_removed(&self, kind: &str, id: &str) -> bool {
         let backends = &self.facts.machine.backends;
         let is_missing_backend =
@@ -284,6 +332,10 @@ impl Rewriter<'_> {
         self.leave_out_unplugged();
         self.follow_objects();
         let facts = self.facts;
+        for driver in &facts.plugged_without_id {
+            let why = "it was plugged in while the guest ran: unplug it, or plug it in with an id";
+            self.refuse(format!("device {driver} without an id"), why);
+        }
         for device in &facts.plugged {
             let PluggedDevice { id, driver, .. } = device;
             if let Some(why) = refusal_of_device(driver) {
@@ -308,20 +360,35 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Leaves out unplugged devices, with the nodes of their images that QEMU has no more. Of a disk that `-drive` made, QEMU
-    /// has removed the drive with the device, and the option is rejected by [`Rewriter::check_devices`].
+    /// Leaves out unplugged devices, with the nodes of their images that QEMU no longer has. Of a disk that `-drive` made, QEMU
+    /// has removed the drive with the device: [`device_differences`] rejects it.
+    ///
+    /// [`device_differences`]: crate::foreign::device_differences
     fn leave_out_unplugged(&mut self) {
-        let (devices, current) = (std::mem::take(&mut self.devices), &self.facts.machine.devices);
-        for device in devices {
-            let is_unplugged = device.options.get("id").is_some_and(|id| !current.contains(&id));
-            let node = device.options.get(DRIVE);
-            let is_kept = !is_unplugged || node.as_ref().is_some_and(|node| !self.block_nodes.contains_key(node));
-            if is_kept {
+        let facts = self.facts;
+        let is_there =
+            |id: &String| facts.machine.devices.contains(id) && !facts.plugged.iter().any(|plugged| plugged.id == *id);
+        for device in std::mem::take(&mut self.devices) {
+            let Some(id) = device.options.get("id").filter(|id| !is_there(id)) else {
                 self.devices.push(device);
-            } else {
-                self.removed.insert(device.position);
-                self.remove_closed(node.as_deref());
+                continue;
+            };
+            let node = device.options.get(DRIVE);
+            if node.as_ref().is_some_and(|node| !self.block_nodes.contains_key(node)) {
+                if facts.machine.devices.contains(&id) {
+                    let why = "it was unplugged, and another device plugged in under its name: start the VM with that";
+                    self.refuse(format!("device {id}"), why);
+                }
+                self.devices.push(device);
+                continue;
             }
+            if device.options.get("netdev").is_some() {
+                let why = "it was unplugged while the guest ran, and Rekindle does not leave out its network yet: start the \
+                           VM without it";
+                self.refuse(format!("device {id}"), why);
+            }
+            self.removed.insert(device.position);
+            self.remove_closed(node.as_deref());
         }
     }
 
@@ -329,10 +396,10 @@ impl Rewriter<'_> {
     pub(super) fn check_plugged(&mut self) {
         let facts = self.facts;
         for device in facts.plugged.iter().filter(|device| device.text(DRIVE).is_some()) {
-            let is_it = |at: &&OptionAt| at.options.get("id").as_ref() == Some(&device.id);
-            if self.devices.iter().find(is_it).is_some_and(|at| at.options.get(DRIVE).is_none()) {
-                let why = "it was plugged in while the guest ran, and its images cannot be opened again (raw and qcow2 in \
-                           files and block devices can): unplug it, or start the VM with it";
+            let has_its_id = |at: &&OptionAt| at.options.get("id").as_ref() == Some(&device.id);
+            if self.devices.iter().find(has_its_id).is_some_and(|at| at.options.get(DRIVE).is_none()) {
+                let why = "it was plugged in while the guest ran, and not all of its images can be opened again (raw and \
+                           qcow2 in files and block devices can): unplug it, or start the VM with it";
                 self.refuse(format!("device {}", device.id), why);
             }
         }

@@ -76,6 +76,7 @@ impl Line {
             fd_sets: fd_sets(&file["fd_sets"]),
             vnc_servers: serde_json::from_value(file["vnc_servers"].clone()).unwrap_or_default(),
             plugged: Vec::new(),
+            plugged_without_id: Vec::new(),
             objects: objects(&texts(&file["arguments"])),
         };
         let open = file["descriptors"].as_object().unwrap().iter();

@@ -93,7 +93,7 @@ fn plugged_devices_continue_in_each_qemu_and_can_be_unplugged() {
         assert_eq!(domain.ask("read vdb 0 64"), content, "round {round}");
         assert_eq!(devices(&libvirt, &domain), plugged, "round {round}");
     }
-    // libvirt unplugs what another QEMU than the one into which it was plugged has from its start.
+    // libvirt can unplug devices that the new QEMU has had from its start.
     change("detach-device", "second", &second);
     change("detach-device", "random", random);
     let is_unplugged = || {
@@ -103,8 +103,14 @@ fn plugged_devices_continue_in_each_qemu_and_can_be_unplugged() {
     wait_for("the unplugged devices", DEADLINE, is_unplugged);
     libvirt.virsh(&["iothreaddel", name, "3", "--live"]);
     fs::remove_file(&image).unwrap();
+    // libvirt gives the next disk the same id.
+    let fourth = second.replace(&image, &make_image("fourth")).replace("S2", "S4").replace("iothread='3'", "");
+    change("attach-device", "fourth", &fourth);
     let left = devices(&libvirt, &domain);
+    assert!(left.contains("virtio-disk1"));
     replace_by(&domain, qemu_new());
     assert_eq!(devices(&libvirt, &domain), left);
+    let serial = json!({"path": "/machine/peripheral/virtio-disk1", "property": "serial"});
+    assert_eq!(qmp(&libvirt, &domain, "qom-get", &serial), "S4");
     assert_eq!(domain.ask("boot-id"), boot_id);
 }

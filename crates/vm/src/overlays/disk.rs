@@ -358,7 +358,7 @@ impl OverlayDisk {
         if let Some(head) = self.prepared.as_mut().and_then(|prepared| prepared.head.as_mut()) {
             head.is_put |= is_put;
         }
-        // Also after an error: libvirt's answer may have been lost, and an overlay that the guest has written is not put again.
+        // Also after an error: the overlay may be on the disk and have writes of the guest, so it is not put again.
         self.created = None;
     }
 
@@ -669,8 +669,8 @@ fn files_of(recorded: &RecordedDisk) -> LocalFiles {
     LocalFiles::new(&recorded.directory, false)
 }
 
-/// Lets a user merge a snapshot, if that is why the disk is not ours now. The overlay below it is fenced if another overlay
-/// was about to be put on the disk, or is above the snapshot now. Returns the error.
+/// Gives back write permission to the overlay below a user's snapshot, so that the user can merge the snapshot. That overlay is
+/// fenced if another one was about to be put on the disk, or is above the snapshot now. Returns the error.
 fn permit_merge(state: &OverlayState, error: OverlayDisksError) -> OverlayDisksError {
     let OverlayDisksError::ForeignSnapshot { below, .. } = &error else { return error };
     let epoch = below.file_name().and_then(|name| epoch_of_file(name.to_str()?));

@@ -139,8 +139,8 @@ impl OverlayDisksError {
         move |source| Self::Io { path, source }
     }
 
-    /// Returns whether only another program's work on the disks is in the way, such as a snapshot or a block job. No overlay
-    /// was put on a disk, and a later attempt may succeed.
+    /// Returns whether only another program's work on the disks is in the way, such as a snapshot or a block job. A later
+    /// attempt may succeed.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(

@@ -60,7 +60,11 @@ fn values(line: &str, facts: &RunningFacts, option: &str) -> Vec<Value> {
 }
 
 fn refused(facts: &RunningFacts) -> Vec<String> {
-    let obstacles = rewrite_line("-display none", facts, &[], Syntax::default()).unwrap_err();
+    refused_line("", facts)
+}
+
+fn refused_line(line: &str, facts: &RunningFacts) -> Vec<String> {
+    let obstacles = rewrite_line(&format!("-display none{line}"), facts, &[], Syntax::default()).unwrap_err();
     obstacles.into_iter().map(|obstacle| format!("{}: {}", obstacle.what, obstacle.why)).collect()
 }
 
@@ -72,10 +76,15 @@ fn a_plugged_disk_has_its_image_and_what_was_chosen() {
     facts.objects = BTreeMap::from([("io1".to_owned(), Options::Json(options))]);
     let expected = json!({"driver": "virtio-blk-pci", "id": "disk", "bus": "pci.0", "addr": 48, "write-cache": "on",
         "iothread": "/objects/io1", "drive": "top"});
-    assert_eq!(values("", &facts, "-device"), [expected]);
+    assert_eq!(values("", &facts, "-device"), std::slice::from_ref(&expected));
     let nodes: Vec<Value> = values("", &facts, "-blockdev").iter().map(|node| node["node-name"].clone()).collect();
     assert_eq!(nodes, ["top-s", "top"]);
     assert!(values("", &facts, "-object").contains(&json!({"qom-type": "iothread", "id": "io1"})));
+    // Another disk of that name was unplugged before.
+    let line = " -blockdev file,node-name=first-s,filename=/f -blockdev raw,node-name=first,file=first-s \
+                -device virtio-blk-pci,id=disk,drive=first,serial=first,addr=4";
+    assert_eq!(values(line, &facts, "-device"), [expected]);
+    assert_eq!(values(line, &facts, "-blockdev").len(), 2);
     // After one replacement, the command line names all of it.
     facts.plugged.clear();
     let line = " -object iothread,id=io1 -blockdev file,node-name=top-s,filename=/d -blockdev qcow2,node-name=top,file=top-s \
@@ -89,9 +98,13 @@ fn a_plugged_disk_has_its_image_and_what_was_chosen() {
 fn what_cannot_be_opened_again_is_named() {
     let mut with_nbd = facts_with(vec![disk("top")]);
     add_image(&mut with_nbd, "nbd://host/export");
-    assert!(refused(&with_nbd)[0].starts_with("device disk: it was plugged in while the guest ran, and its images"));
+    assert!(refused(&with_nbd)[0].starts_with("device disk: it was plugged in while the guest ran, and not all"));
     let card = device("card", "virtio-net-pci", Some("/machine/i440fx/pci.0"), &json!({"netdev": "n1"}));
     assert!(refused(&facts_with(vec![card]))[0].contains("does not carry over its network yet"));
+    let card = " -netdev user,id=n1,hostfwd=tcp::1-:2 -device virtio-net-pci,id=card,netdev=n1";
+    assert!(refused_line(card, &facts(&[]))[0].starts_with("device card: it was unplugged"));
+    let unnamed = RunningFacts { plugged_without_id: vec!["virtio-rng-pci".into()], ..facts(&[]) };
+    assert!(refused(&unnamed)[0].starts_with("device virtio-rng-pci without an id"));
     let hardware = device("gpu", "vfio-pci", Some("/machine/i440fx/pci.0"), &json!({}));
     assert!(refused(&facts_with(vec![hardware]))[0].starts_with("device vfio-pci,id=gpu"));
 }
@@ -125,7 +138,7 @@ fn plugged_memory_is_a_file() {
 }
 
 #[test]
-fn a_device_is_after_that_on_whose_bus_it_is() {
+fn devices_follow_those_that_provide_their_buses() {
     let on = |id: &str, bus: &str| device(id, "x", Some(bus), &json!({}));
     let bridge = "/machine/peripheral/a-bridge/a-bridge";
     let bus_of_disk = "/machine/peripheral/scsi/virtio-backend/scsi.0";
