@@ -2,10 +2,9 @@
 //! *destination* the one that takes it over ([`super`]).
 //!
 //! The command line does not name a device that was plugged in, or has another device of that name which was unplugged
-//! before. Its option is made from the properties that QEMU reports:
-//! those that a manager chooses and that differ from QEMU's default. QEMU computes many others, such as the geometry of a
-//! disk, and some defaults depend on its version, so the destination's device is compared with the source's afterwards
-//! ([`PluggedDevice::differences`]).
+//! before. Its option is made from the properties that QEMU reports: those that a manager chooses and that differ from QEMU's
+//! default. QEMU computes many others, such as the geometry of a disk, and some defaults depend on its version, so the
+//! destination's device is compared with the source's afterwards ([`PluggedDevice::differences`]).
 
 use super::inventory::{DEVICES, OBJECTS, child_type};
 use super::{Item, OptionAt, Rewriter, refusal_of_device};
