@@ -139,6 +139,9 @@ NOT_TRIED: dict[str, dict[str, str]] = {
 LANES = 3
 """Number of topics that run concurrently. A topic mostly waits, so they hardly slow each other down."""
 
+LAST_LINES = 10
+"""Number of lines that are printed of a trial that ended without a report."""
+
 
 def trial(topic: str) -> Trial:
     """Returns the trial of a topic: the cases that it omits."""
@@ -166,6 +169,10 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
             lane.join()
         raise
     summary = f"failed: {', '.join(trials.failed)}" if trials.failed else "all of them work"
+    # They are in the outputs above, too, but a reader may have only the end of this one.
+    for topic, errors in trials.failed.items():
+        for error in errors:
+            print(f"  {topic}: {error}", flush=True)
     print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {summary}", flush=True)
     return len(trials.failed)
 
@@ -174,7 +181,8 @@ class _Trials:
     """Trials that wait, run and have failed. Several threads call `run_until_none_waits` at the same time."""
 
     def __init__(self, topics: Sequence[str], words: Sequence[str], out: Path) -> None:
-        self.failed: list[str] = []
+        self.failed: dict[str, list[str]] = {}
+        """The errors of the trials that failed, by topic."""
         self._words = words
         self._out = out
         self._lock = threading.Lock()
@@ -210,7 +218,7 @@ class _Trials:
         """Prints the outcome of a trial, with its output if it has failed, and the cases that it has omitted."""
         log = self._log(topic)
         if status != 0:
-            self.failed.append(topic)
+            self.failed[topic] = errors_of(log)
             print(f"--- {topic}: failed after {duration_s:.0f} s:\n{log.read_text()}", flush=True)
         else:
             print(f"{topic}: {duration_s:.0f} s", flush=True)
@@ -227,9 +235,19 @@ class _Trials:
 
 def left_out(log: Path) -> list[str]:
     """Returns the cases that a trial has omitted, from the JSON line at the end of its output."""
+    omitted = _report_of(log).get("left_out", [])
+    return [line for line in omitted if line.startswith(("case ", "slow stores"))]
+
+
+def errors_of(log: Path) -> list[str]:
+    """Returns the errors of a trial from the JSON line at the end of its output; without one, its last lines."""
+    return _report_of(log).get("errors") or log.read_text().splitlines()[-LAST_LINES:]
+
+
+def _report_of(log: Path) -> dict[str, Any]:
     lines = log.read_text().splitlines()
     try:
-        omitted = json.loads(lines[-1])["left_out"] if lines else []
-    except (ValueError, TypeError, KeyError):
-        return []
-    return [line for line in omitted if line.startswith(("case ", "slow stores"))]
+        report = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}

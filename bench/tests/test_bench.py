@@ -348,6 +348,7 @@ def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
     assert "no topic 'no-such-topic'" in output and f"{tmp_path / 'none'} does not exist" in output
     assert output.splitlines()[-1].startswith("trial of 2 benchmarks in ")
     assert "no-such-topic" in output.splitlines()[-1] and "vmm" in output.splitlines()[-1]
+    assert any(f"vmm: bench: {tmp_path / 'none'} does not exist" in line for line in output.splitlines()[-3:-1])
 
 
 def test_omissions_of_a_trial_are_read_from_its_last_line(tmp_path):
@@ -359,3 +360,12 @@ def test_omissions_of_a_trial_are_read_from_its_last_line(tmp_path):
     assert trial.left_out(log) == ["case debian: not tried: minutes"]
     log.write_text("bench: interrupted\n")
     assert trial.left_out(log) == []
+
+
+def test_errors_of_a_trial_are_read_from_its_last_line(tmp_path):
+    """Without a report, they are the last lines."""
+    log = tmp_path / "os.log"
+    log.write_text('[0.1 s] micro\n{"errors": ["case micro: it measured nothing"]}\n')
+    assert trial.errors_of(log) == ["case micro: it measured nothing"]
+    log.write_text("\n".join(f"line {number}" for number in range(50)))
+    assert trial.errors_of(log) == [f"line {number}" for number in range(40, 50)]
