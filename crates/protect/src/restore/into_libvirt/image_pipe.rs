@@ -1,16 +1,21 @@
 //! A save image that is written while libvirt, and then QEMU, reads it: a pipe with a path.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
 use rustix::io::{Errno, ioctl_fionread};
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
 /// Interval between two checks of the other end.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Room for some events of a watched file; such an event has no name.
+const EVENT_BYTES: usize = 1024;
 
 /// What the reader has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +30,8 @@ pub(super) enum Reader {
 #[derive(Debug)]
 pub(super) struct ImagePipe {
     path: PathBuf,
+    /// Reports when a reader closes the pipe.
+    closings: OwnedFd,
 }
 
 impl ImagePipe {
@@ -38,11 +45,65 @@ impl ImagePipe {
             _ => {}
         }
         mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
-        Ok(Self { path: path.to_owned() })
+        let closings = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        inotify::add_watch(&closings, path, WatchFlags::CLOSE_NOWRITE)?;
+        Ok(Self { path: path.to_owned(), closings })
+    }
+
+    /// Writes `header` to each reader that opens the pipe, until `is_at_body` returns a value for the reader that reads on.
+    /// `None`: `has_reader_failed` is true first, or a reader has closed the pipe within the header.
+    ///
+    /// libvirt 9.0 opens a save image once. libvirt 11.3 reads the header, closes the image, opens it again and reads the
+    /// header again, within less than a millisecond.
+    pub(super) fn write_header<T>(
+        &self,
+        header: &[u8],
+        has_reader_failed: &dyn Fn() -> bool,
+        is_at_body: &dyn Fn(&PipeEnd) -> io::Result<Option<T>>,
+    ) -> io::Result<Option<(PipeEnd, T)>> {
+        let Some(mut end) = self.open(has_reader_failed)? else { return Ok(None) };
+        end.write_all(header)?;
+        loop {
+            if self.was_closed_by_reader()? {
+                if ioctl_fionread(&end.0)? != 0 {
+                    return Ok(None);
+                }
+                // This end stays open: the next reader would otherwise find an empty image.
+                while !end.has_reader()? {
+                    if has_reader_failed() {
+                        return Ok(None);
+                    }
+                    thread::sleep(POLL_INTERVAL);
+                }
+                end.write_all(header)?;
+            }
+            if let Some(found) = is_at_body(&end)? {
+                return Ok(Some((end, found)));
+            }
+            if has_reader_failed() {
+                return Ok(None);
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// Returns whether a reader has closed the pipe since the last call. The state of the pipe does not show a reader that
+    /// closes and opens it in between.
+    fn was_closed_by_reader(&self) -> io::Result<bool> {
+        let mut buffer = [MaybeUninit::uninit(); EVENT_BYTES];
+        let mut events = inotify::Reader::new(&self.closings, &mut buffer);
+        let mut is_closed = false;
+        loop {
+            match events.next() {
+                Ok(event) => is_closed |= event.events().contains(ReadFlags::CLOSE_NOWRITE),
+                Err(Errno::AGAIN) => return Ok(is_closed),
+                Err(e) => return Err(e.into()),
+            }
+        }
     }
 
     /// Waits for a reader. `None`: `has_reader_failed` is true first.
-    pub(super) fn open(&self, has_reader_failed: &dyn Fn() -> bool) -> io::Result<Option<PipeEnd>> {
+    fn open(&self, has_reader_failed: &dyn Fn() -> bool) -> io::Result<Option<PipeEnd>> {
         loop {
             // Without a reader, this fails immediately.
             match open(&self.path, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()) {
@@ -86,7 +147,7 @@ impl PipeEnd {
     }
 
     /// Returns whether a process has the other end open.
-    pub(super) fn has_reader(&self) -> io::Result<bool> {
+    fn has_reader(&self) -> io::Result<bool> {
         let mut ends = [PollFd::new(&self.0, PollFlags::empty())];
         poll(&mut ends, Some(&Timespec::default()))?;
         Ok(!ends.iter().any(|end| end.revents().contains(PollFlags::ERR)))
@@ -115,6 +176,52 @@ impl Write for PipeEnd {
 mod tests {
     use super::*;
     use std::io::Read;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn each_reader_gets_the_header_however_soon_it_opens_the_pipe() {
+        const READERS: usize = 50;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let pipe = ImagePipe::create(&path).unwrap();
+        let is_last = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let reading = scope.spawn(|| {
+                let mut last = None;
+                for number in 1..=READERS {
+                    drop(last.take());
+                    let mut image = File::open(&path).unwrap();
+                    let mut header = [0; 6];
+                    image.read_exact(&mut header).unwrap();
+                    assert_eq!(&header, b"header", "reader {number}");
+                    last = Some(image);
+                }
+                is_last.store(true, Ordering::SeqCst);
+                last.unwrap()
+            });
+            let at_body = |_: &PipeEnd| Ok(is_last.load(Ordering::SeqCst).then_some(()));
+            let (mut end, ()) = pipe.write_header(b"header", &|| false, &at_body).unwrap().unwrap();
+            end.write_all(b"body").unwrap();
+            drop(end);
+            let mut body = String::new();
+            reading.join().unwrap().read_to_string(&mut body).unwrap();
+            assert_eq!(body, "body");
+        });
+    }
+
+    #[test]
+    fn a_reader_that_fails_within_the_header_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let pipe = ImagePipe::create(&path).unwrap();
+        let reading = thread::spawn({
+            let path = path.clone();
+            move || File::open(path).unwrap().read_exact(&mut [0; 2]).unwrap()
+        });
+        let written = pipe.write_header::<()>(b"header", &|| false, &|_| Ok(None)).unwrap();
+        assert!(written.is_none());
+        reading.join().unwrap();
+    }
 
     #[test]
     fn a_reader_is_waited_for_and_its_progress_is_seen() {

@@ -32,12 +32,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
 
 /// Buffer for a stream with all memory.
 const WRITE_BYTES: usize = 1 << 20;
-/// Interval between two checks whether libvirt has started QEMU.
-const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A checkpoint that libvirt is to load.
 pub(super) struct ImageToLoad<'a> {
@@ -88,7 +85,9 @@ impl ImageToLoad<'_> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Option<OnDemandRam>, RestoreError> {
         let failed = super::path_error(self.path);
-        let Some((mut end, process)) = self.write_header(pipe, has_ended)? else {
+        let header = save_image::header(self.xml)?;
+        let written = pipe.write_header(&header, has_ended, &|end| self.reading_qemu(end)).map_err(&failed)?;
+        let Some((mut end, process)) = written else {
             return Err(failed(io::ErrorKind::BrokenPipe.into()));
         };
         // When it reads them, QEMU has made all of its RAM.
@@ -110,28 +109,6 @@ impl ImageToLoad<'_> {
             }
         }
         Ok(ram)
-    }
-
-    /// Writes what libvirt reads itself, and waits until it has started a QEMU that reads on. `None`: libvirt has ended
-    /// before.
-    fn write_header(
-        &self,
-        pipe: &ImagePipe,
-        has_ended: &dyn Fn() -> bool,
-    ) -> Result<Option<(PipeEnd, Process)>, RestoreError> {
-        let failed = super::path_error(self.path);
-        let header = save_image::header(self.xml)?;
-        // A libvirt that opens the image twice reads the header each time.
-        while let Some(mut end) = pipe.open(has_ended).map_err(&failed)? {
-            end.write_all(&header).map_err(&failed)?;
-            while end.has_reader().map_err(&failed)? {
-                if let Some(process) = self.reading_qemu(&end).map_err(&failed)? {
-                    return Ok(Some((end, process)));
-                }
-                thread::sleep(POLL_INTERVAL);
-            }
-        }
-        Ok(None)
     }
 
     /// Returns the process in libvirt's pid file if it has the pipe open.
