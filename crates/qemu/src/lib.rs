@@ -35,6 +35,7 @@
 //! | [`drain`] | waiting for the block I/O that a running guest has in flight |
 //! | [`hold`] | the guest's network output, held until it is released |
 //! | [`ramblock`] | where QEMU's RAM blocks are |
+//! | [`virtio_queues`] | the queues of the virtio devices |
 //! | [`rings`] | where the rings of the virtio devices are |
 //! | [`userfaultfd`] | the userfaultfd device, handed to a QEMU of another user |
 //! | [`devices`] | the device state of a stopped guest, saved into memory |
@@ -76,4 +77,5 @@ pub mod takeover_command;
 pub mod transfer;
 pub mod userfaultfd;
 pub mod vhost;
+pub mod virtio_queues;
 pub mod vmm;

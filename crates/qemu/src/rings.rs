@@ -3,13 +3,11 @@
 
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::host_address;
+use crate::virtio_queues::{self, VirtioQueue};
 use rekindle_pages::PAGE_SIZE;
-use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Largest number of queues of a virtio device in QEMU.
-const MAX_QUEUES: u64 = 1024;
 /// Largest number of entries of a queue (virtio 1.2, 2.7).
 const MAX_QUEUE_ENTRIES: u64 = 1 << 15;
 const PAGE_BYTES: u64 = PAGE_SIZE as u64;
@@ -22,21 +20,11 @@ const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 /// # Errors
 /// [`QmpError::Refused`] if QEMU does not have `x-query-virtio` (QEMU 7.2); other errors when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
-    let devices: Vec<Value> = qmp.execute("x-query-virtio", ())?;
     let mut pages = BTreeSet::new();
-    for path in devices.iter().filter_map(|device| device.get("path")) {
-        // The number of queues is not queried: at `x-query-virtio-status` QEMU 11.1 ends with a failed assertion.
-        for queue in 0..MAX_QUEUES {
-            let request = json!({ "path": path, "queue": queue });
-            let status: Value = match qmp.execute("x-query-virtio-queue-status", request) {
-                // The device has no queue of this number, or is not started.
-                Err(QmpError::Refused { .. }) => break,
-                other => other?,
-            };
-            for ring in queue_rings(&status) {
-                let page_numbers = ring.start / PAGE_BYTES..ring.end.div_ceil(PAGE_BYTES);
-                pages.extend(page_numbers.map(|number| number * PAGE_BYTES));
-            }
+    for queue in virtio_queues::of(qmp)? {
+        for ring in queue_rings(&queue) {
+            let page_numbers = ring.start / PAGE_BYTES..ring.end.div_ceil(PAGE_BYTES);
+            pages.extend(page_numbers.map(|number| number * PAGE_BYTES));
         }
     }
     let pages: Vec<u64> = pages.into_iter().collect();
@@ -47,11 +35,11 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
 
 /// Returns the descriptor table, available ring and used ring of a split queue in guest memory (virtio 1.2, 2.7). A
 /// packed queue is not larger.
-fn queue_rings(status: &Value) -> Vec<Range<u64>> {
-    let number = |key: &str| status.get(key).and_then(Value::as_u64).unwrap_or(0);
-    let entries = number("vring-num").min(MAX_QUEUE_ENTRIES);
-    let sizes = [("vring-desc", 16 * entries), ("vring-avail", 6 + 2 * entries), ("vring-used", 6 + 8 * entries)];
-    let rings = sizes.map(|(key, bytes)| number(key)..number(key).saturating_add(bytes));
+fn queue_rings(queue: &VirtioQueue) -> Vec<Range<u64>> {
+    let entries = queue.entries.min(MAX_QUEUE_ENTRIES);
+    let sizes =
+        [(queue.vring_desc, 16 * entries), (queue.vring_avail, 6 + 2 * entries), (queue.vring_used, 6 + 8 * entries)];
+    let rings = sizes.map(|(start, bytes)| start..start.saturating_add(bytes));
     rings.into_iter().filter(|ring| ring.start != 0).collect()
 }
 
@@ -78,13 +66,17 @@ fn add_addresses(qmp: &mut Qmp, pages: &[u64], addresses: &mut Vec<Range<u64>>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn a_queue_has_three_rings_and_an_unused_one_none() {
-        let queue = json!({"vring-num": 256, "vring-desc": 0x1000, "vring-avail": 0x2000, "vring-used": 0x3000});
-        assert_eq!(queue_rings(&queue), [0x1000..0x2000, 0x2000..0x2000 + 518, 0x3000..0x3000 + 2054]);
-        let unused = json!({"vring-num": 256, "vring-desc": 0, "vring-avail": 0, "vring-used": 0});
-        assert_eq!(queue_rings(&unused), []);
-        assert_eq!(queue_rings(&json!({"vring-num": u64::MAX, "vring-desc": u64::MAX})).len(), 1, "no overflow");
+        let rings = |entries: u64, desc: u64, avail: u64, used: u64| {
+            let reported = json!({"vring-num": entries, "vring-num-default": 256, "vring-desc": desc,
+                "vring-avail": avail, "vring-used": used, "inuse": 0});
+            queue_rings(&serde_json::from_value(reported).unwrap())
+        };
+        assert_eq!(rings(256, 0x1000, 0x2000, 0x3000), [0x1000..0x2000, 0x2000..0x2000 + 518, 0x3000..0x3000 + 2054]);
+        assert_eq!(rings(256, 0, 0, 0), []);
+        assert_eq!(rings(u64::MAX, u64::MAX, 0, 0).len(), 1, "no overflow");
     }
 }

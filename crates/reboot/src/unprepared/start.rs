@@ -4,7 +4,7 @@ use super::environment::{UnpreparedEnvironment, placed_threads};
 use super::inspect::{Inspected, has_vhost, ram_blocks};
 use super::{UnpreparedError, preflight_error};
 use crate::error::RebootError;
-use crate::vmm::preflight::{compare_blocks, compare_cpus};
+use crate::vmm::preflight::{compare_blocks, compare_cpus, compare_queues};
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::takeover::TapTakeover;
 use rekindle_handover::{Destination, Handover, PreparedStage};
@@ -89,6 +89,7 @@ pub(crate) fn place_threads(places: &ThreadPlaces, destination: Process, qmp: &m
 /// Rejects a destination that is a different machine.
 fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp, supplied: &[String]) -> Result<(), RebootError> {
     let mut problems = compare_cpus(source, destination)?;
+    problems.extend(compare_queues(source, destination)?);
     let (source_blocks, blocks) = (ramblock::list(source)?, ramblock::list(destination)?);
     problems.extend(compare_blocks(&source_blocks, &blocks));
     let mut texts: Vec<String> = problems.into_iter().map(|problem| problem.0).collect();

@@ -5,7 +5,7 @@
 //! device state is streamed from the source through this process into the destination, and the guest resumes in the
 //! destination. This is RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
 
-use super::preflight::{compare_blocks, compare_cpus};
+use super::preflight::{compare_blocks, compare_cpus, compare_queues};
 use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
@@ -204,6 +204,7 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
 /// Rejects a destination QEMU that is a different machine. Returns the RAM blocks of the source.
 fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<RamBlock>, RebootError> {
     let mut problems = compare_cpus(source, destination)?;
+    problems.extend(compare_queues(source, destination)?);
     let source_blocks = ramblock::list(source)?;
     problems.extend(compare_blocks(&source_blocks, &ramblock::list(destination)?));
     if problems.is_empty() {
