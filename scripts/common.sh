@@ -40,7 +40,7 @@ apt_indexes() {
 # Its own user for downloads (_apt) often cannot write there, and apt would warn of it each time.
 apt_download() {
 	apt-get download -qq -o APT::Sandbox::User=root "$@" >&2 ||
-		die "apt-get download $* failed; if the versions are gone from the archive: apt-get update, then run this again"
+		die "apt-get download $* failed; ${apt_remedy:-if the versions are gone from the archive: apt-get update, then run this again}"
 }
 
 # The newest version of a package in Debian 12 itself and its updates: backports never.
@@ -72,7 +72,7 @@ signed_by() {
 # Prints the lines of apt's sources for the next Debian, its updates and its backports, all of them main.
 next_sources() {
 	local site
-	site=$(release_archive)
+	site=$(release_archive) || exit
 	site=${site%% *}
 	printf "deb $(signed_by)$site %s main\n" $NEXT_RELEASE $NEXT_RELEASE-updates $NEXT_RELEASE-backports
 }
@@ -80,32 +80,37 @@ next_sources() {
 # How long the package lists of the next Debian are used, in days.
 NEXT_LISTS_DAYS=7
 # shellcheck disable=SC2034  # used by the scripts that source this
-next_apt_remedy="if the versions are gone from the archive: rm -r $CACHE/apt-$NEXT_RELEASE, then run this again"
+next_apt_remedy="if the versions are gone from the archive: rm -r $CACHE/apt-$NEXT_RELEASE-*, then run this again"
 
-# Prints the configuration of an apt of the next Debian, for APT_CONFIG. Creates it if it is missing or old. It has sources, lists and a
-# state of its own, in which nothing is installed: the machine's apt never learns of that release, and nothing of this machine is upgraded.
-next_apt() {
-	local apt=$CACHE/apt-$NEXT_RELEASE temp
+# Prints the configuration of an apt of the next Debian, for APT_CONFIG. Creates it if there is none or if it is old. It has sources, lists
+# and a state of its own, in which nothing is installed: the machine's apt never learns of that release, and nothing of this machine is
+# upgraded. In a subshell, since `set -e` does not hold in a command substitution.
+next_apt() (
+	set -euo pipefail
 	mkdir -p "$CACHE"
 	exec 7>"$CACHE/.apt-$NEXT_RELEASE.lock"
 	flock 7
-	if [ -z "$(find "$apt/sources.list" -mtime -$NEXT_LISTS_DAYS 2>/dev/null)" ]; then
-		rm -rf "$CACHE/.apt-$NEXT_RELEASE".?????? # left by a process that was killed
-		temp=$(mktemp -d "$CACHE/.apt-$NEXT_RELEASE.XXXXXX")
-		mkdir -p "$temp"/{lists/partial,archives/partial}
-		: >"$temp/status"
-		next_sources >"$temp/sources.list"
-		next_apt_config "$temp" >"$temp/apt.conf"
-		say "fetching the package lists of $NEXT_RELEASE"
-		APT_CONFIG=$temp/apt.conf apt-get update -qq -o APT::Update::Error-Mode=any >&2 ||
-			die "cannot fetch the package lists of $NEXT_RELEASE and its backports (see above)"
-		next_apt_config "$apt" >"$temp/apt.conf"
-		rm -rf "$apt"
-		mv -T "$temp" "$apt"
+	sources=$(find "$CACHE" -maxdepth 2 -path "$CACHE/apt-$NEXT_RELEASE-*/sources.list" -mtime -$NEXT_LISTS_DAYS | sort | tail -n 1)
+	if [ -n "$sources" ]; then
+		echo "${sources%/*}/apt.conf"
+		exit
 	fi
-	exec 7>&-
+	rm -rf "$CACHE/.apt-$NEXT_RELEASE".?????? # left by a process that was killed
+	temp=$(mktemp -d "$CACHE/.apt-$NEXT_RELEASE.XXXXXX")
+	mkdir -p "$temp"/{lists/partial,archives/partial}
+	: >"$temp/status"
+	next_sources >"$temp/sources.list"
+	next_apt_config "$temp" >"$temp/apt.conf"
+	say "fetching the package lists of $NEXT_RELEASE"
+	APT_CONFIG=$temp/apt.conf apt-get update -qq -o APT::Update::Error-Mode=any >&2 ||
+		die "cannot fetch the package lists of $NEXT_RELEASE and its backports (see above)"
+	apt=$CACHE/apt-$NEXT_RELEASE-$(date +%s)
+	next_apt_config "$apt" >"$temp/apt.conf"
+	# Another process may still use lists that have just become too old.
+	find "$CACHE" -maxdepth 1 -name "apt-$NEXT_RELEASE-*" -mtime +$((2 * NEXT_LISTS_DAYS)) -exec rm -r {} +
+	mv -T "$temp" "$apt"
 	echo "$apt/apt.conf"
-}
+)
 
 # Prints the configuration of an apt whose files are all below $1.
 next_apt_config() {

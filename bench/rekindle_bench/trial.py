@@ -139,7 +139,7 @@ NOT_TRIED: dict[str, dict[str, str]] = {
 LANES = 3
 """Number of topics that run concurrently. A topic mostly waits, so they hardly slow each other down."""
 
-LAST_LINES = 10
+ERROR_TAIL_LINES = 10
 """Number of lines that are printed of a trial that ended without a report."""
 
 
@@ -241,7 +241,7 @@ def left_out(log: Path) -> list[str]:
 
 def errors_of(log: Path) -> list[str]:
     """Returns the errors of a trial from the JSON line at the end of its output; without one, its last lines."""
-    return _report_of(log).get("errors") or log.read_text().splitlines()[-LAST_LINES:]
+    return _report_of(log).get("errors") or log.read_text().splitlines()[-ERROR_TAIL_LINES:]
 
 
 def _report_of(log: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 /// The result describes the present: a guest that resets a device may move its rings.
 ///
 /// # Errors
-/// [`QmpError::Refused`] if QEMU does not have `x-query-virtio` (QEMU 7.2); other errors when QEMU does not answer.
+/// [`QmpError::Refused`] if QEMU does not have `x-query-virtio`, an unstable command; other errors when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     let mut pages = BTreeSet::new();
     for queue in virtio_queues::of(qmp)? {

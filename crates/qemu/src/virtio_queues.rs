@@ -32,7 +32,7 @@ pub struct VirtioQueue {
 /// Returns the queues of all virtio devices, those of a device in the order of their numbers.
 ///
 /// # Errors
-/// [`QmpError::Refused`] if QEMU does not have `x-query-virtio` (QEMU 7.2); other errors when QEMU does not answer.
+/// [`QmpError::Refused`] if QEMU does not have `x-query-virtio`, an unstable command; other errors when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<VirtioQueue>, QmpError> {
     #[derive(Deserialize)]
     struct Device {
@@ -45,7 +45,7 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<VirtioQueue>, QmpError> {
         for number in 0..MAX_QUEUES {
             let request = json!({ "path": path, "queue": number });
             match qmp.execute::<VirtioQueue>("x-query-virtio-queue-status", request) {
-                // The device has no queue of this number, or is not started.
+                // The device has no queue of this number.
                 Err(QmpError::Refused { .. }) => break,
                 queue => queues.push(VirtioQueue { device: path.clone(), number, ..queue? }),
             }

@@ -47,8 +47,8 @@ impl Baseline {
         if !differences.is_empty() {
             let problem = |item: Item| {
                 format!(
-                    "{item}: the new QEMU, started with the command line of the running one, has it otherwise; it has \
-                     changed since the start: shut the guest down and start it again"
+                    "{item}: it differs in the new QEMU, because it was changed since the guest's start: shut the guest down \
+                     and start it again"
                 )
             };
             return Err(preflight_error(&self.name, differences.into_iter().map(problem).collect()));

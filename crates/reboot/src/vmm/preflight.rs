@@ -200,7 +200,7 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
 /// QEMU 10.0.13 makes all queues with 1,024 entries, QEMU 11.1.3 those of disks with 256.
 pub(crate) fn compare_queues(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, QmpError> {
     match (virtio_queues::of(source), virtio_queues::of(destination)) {
-        // QEMU 7.2 does not report them. Then the load fails, and the guest continues in the source.
+        // A QEMU without the unstable command. If a queue is too small, the load fails, and the guest continues in the source.
         (Err(QmpError::Refused { .. }), _) | (_, Err(QmpError::Refused { .. })) => Ok(Vec::new()),
         (source, destination) => Ok(too_small_queues(&source?, &destination?)),
     }
@@ -216,8 +216,8 @@ fn too_small_queues(source: &[VirtioQueue], destination: &[VirtioQueue]) -> Vec<
             let device = queue.device.trim_start_matches("/machine/").trim_end_matches("/virtio-backend");
             problems.entry(device).or_insert_with(|| {
                 Problem(format!(
-                    "{device}: its queue {} has {} entries, and the destination QEMU can load {} at most (nor can it in a \
-                     live migration); choose another QEMU with --qemu, or shut the guest down and start it in the new one",
+                    "{device}: its queue {} has {} entries, and the destination QEMU can load {} at most (a live migration fails \
+                     too); choose another QEMU with --qemu, or shut the guest down and start it in the new one",
                     queue.number, queue.entries, made.offered_entries
                 ))
             });

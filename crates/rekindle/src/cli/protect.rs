@@ -105,7 +105,7 @@ pub struct Restore {
     /// The QEMU to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
-    /// Let libvirt run the guest and manage it afterwards: of a domain that was attached with `--libvirt`.
+    /// Restore a domain that was attached with `--libvirt` into libvirt, which then manages it.
     #[arg(long, requires = "preview", conflicts_with_all = ["output_commit", "prepare", "definition", "qemu"])]
     pub into_libvirt: bool,
     /// libvirt's connection URI [default: libvirt chooses].

@@ -31,7 +31,7 @@ pub(super) enum Reader {
 pub(super) struct ImagePipe {
     path: PathBuf,
     /// Reports when a reader closes the pipe.
-    closings: OwnedFd,
+    close_events: OwnedFd,
 }
 
 impl ImagePipe {
@@ -44,13 +44,15 @@ impl ImagePipe {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
+        let close_events = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
-        let closings = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        inotify::add_watch(&closings, path, WatchFlags::CLOSE_NOWRITE)?;
-        Ok(Self { path: path.to_owned(), closings })
+        let pipe = Self { path: path.to_owned(), close_events };
+        inotify::add_watch(&pipe.close_events, path, WatchFlags::CLOSE_NOWRITE)?;
+        Ok(pipe)
     }
 
-    /// Writes `header` to each reader that opens the pipe, until `is_at_body` returns a value for the reader that reads on.
+    /// Writes `header` to each reader that opens the pipe, until `is_at_body` returns a value for the reader that continues
+    /// past the header.
     /// `None`: `has_reader_failed` is true first, or a reader has closed the pipe within the header.
     ///
     /// libvirt 9.0 opens a save image once. libvirt 11.3 reads the header, closes the image, opens it again and reads the
@@ -69,13 +71,12 @@ impl ImagePipe {
                     return Ok(None);
                 }
                 // This end stays open: the next reader would otherwise find an empty image.
-                while !end.has_reader()? {
+                while !end.has_taken(header)? {
                     if has_reader_failed() {
                         return Ok(None);
                     }
                     thread::sleep(POLL_INTERVAL);
                 }
-                end.write_all(header)?;
             }
             if let Some(found) = is_at_body(&end)? {
                 return Ok(Some((end, found)));
@@ -91,7 +92,7 @@ impl ImagePipe {
     /// closes and opens it in between.
     fn was_closed_by_reader(&self) -> io::Result<bool> {
         let mut buffer = [MaybeUninit::uninit(); EVENT_BYTES];
-        let mut events = inotify::Reader::new(&self.closings, &mut buffer);
+        let mut events = inotify::Reader::new(&self.close_events, &mut buffer);
         let mut is_closed = false;
         loop {
             match events.next() {
@@ -99,6 +100,15 @@ impl ImagePipe {
                 Err(Errno::AGAIN) => return Ok(is_closed),
                 Err(e) => return Err(e.into()),
             }
+        }
+    }
+
+    /// Gives each reader the end of the image until `have_ended` is true. A reader that opens a pipe without a writer waits
+    /// for one without end.
+    pub(super) fn end_readers(&self, have_ended: &dyn Fn() -> bool) {
+        while !have_ended() {
+            drop(open(&self.path, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()));
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -146,6 +156,19 @@ impl PipeEnd {
         }
     }
 
+    /// Writes all bytes if a process has the other end open.
+    fn has_taken(&mut self, bytes: &[u8]) -> io::Result<bool> {
+        if !self.has_reader()? {
+            return Ok(false);
+        }
+        match self.write_all(bytes) {
+            Ok(()) => Ok(true),
+            // The event of a closing precedes it: that reader still counted.
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe && ioctl_fionread(&self.0)? == 0 => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Returns whether a process has the other end open.
     fn has_reader(&self) -> io::Result<bool> {
         let mut ends = [PollFd::new(&self.0, PollFlags::empty())];
@@ -177,6 +200,19 @@ mod tests {
     use super::*;
     use std::io::Read;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Instant;
+
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn a_reader_that_comes_too_late_finds_the_end_of_the_image() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let pipe = ImagePipe::create(&path).unwrap();
+        let reading = thread::spawn(move || fs::read(path).unwrap());
+        pipe.end_readers(&|| reading.is_finished());
+        assert_eq!(reading.join().unwrap(), b"");
+    }
 
     #[test]
     fn each_reader_gets_the_header_however_soon_it_opens_the_pipe() {
@@ -200,7 +236,9 @@ mod tests {
                 last.unwrap()
             });
             let at_body = |_: &PipeEnd| Ok(is_last.load(Ordering::SeqCst).then_some(()));
-            let (mut end, ()) = pipe.write_header(b"header", &|| false, &at_body).unwrap().unwrap();
+            let deadline = Instant::now() + DEADLINE;
+            let (mut end, ()) =
+                pipe.write_header(b"header", &|| Instant::now() > deadline, &at_body).unwrap().expect("in time");
             end.write_all(b"body").unwrap();
             drop(end);
             let mut body = String::new();
@@ -218,8 +256,9 @@ mod tests {
             let path = path.clone();
             move || File::open(path).unwrap().read_exact(&mut [0; 2]).unwrap()
         });
-        let written = pipe.write_header::<()>(b"header", &|| false, &|_| Ok(None)).unwrap();
-        assert!(written.is_none());
+        let deadline = Instant::now() + DEADLINE;
+        let written = pipe.write_header::<()>(b"header", &|| Instant::now() > deadline, &|_| Ok(None)).unwrap();
+        assert!(written.is_none() && Instant::now() < deadline);
         reading.join().unwrap();
     }
 

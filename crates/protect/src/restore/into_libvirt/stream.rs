@@ -61,6 +61,9 @@ impl ImageToLoad<'_> {
         thread::scope(|scope| {
             let loading = scope.spawn(|| libvirt.restore_paused(&self.path.to_string_lossy()));
             let written = self.write(&pipe, &|| loading.is_finished(), progress);
+            if written.is_err() {
+                pipe.end_readers(&|| loading.is_finished());
+            }
             let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             match (written, loaded) {
                 // It knows why it has stopped reading.
