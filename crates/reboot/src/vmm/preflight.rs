@@ -19,7 +19,6 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::lock::RunStateLock;
 use rustix::fs::statvfs;
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
@@ -206,24 +205,24 @@ pub(crate) fn compare_queues(source: &mut Qmp, destination: &mut Qmp) -> Result<
     }
 }
 
-/// Returns a problem for each device of the source of which a queue does not fit into that of the destination.
+/// Returns a problem for each device of the source whose first queue does not fit into that of the destination.
 fn too_small_queues(source: &[VirtioQueue], destination: &[VirtioQueue]) -> Vec<Problem> {
-    let mut problems = BTreeMap::new();
-    for queue in source {
+    let mut problems = Vec::new();
+    // Only the first one of each device. The others of a card depend on what the guest's driver has negotiated: a waiting
+    // QEMU still has them in another order.
+    for queue in source.iter().filter(|queue| queue.number == 0) {
         let is_same = |other: &&VirtioQueue| (&other.device, other.number) == (&queue.device, queue.number);
         let Some(made) = destination.iter().find(is_same) else { continue };
         if queue.entries > made.offered_entries {
             let device = queue.device.trim_start_matches("/machine/").trim_end_matches("/virtio-backend");
-            problems.entry(device).or_insert_with(|| {
-                Problem(format!(
-                    "{device}: its queue {} has {} entries, and the destination QEMU can load {} at most (a live migration fails \
-                     too); choose another QEMU with --qemu, or shut the guest down and start it in the new one",
-                    queue.number, queue.entries, made.offered_entries
-                ))
-            });
+            problems.push(Problem(format!(
+                "{device}: its queue 0 has {} entries, and the destination QEMU can load {} at most (a live migration fails \
+                 too); choose another QEMU with --qemu, or shut the guest down and start it in the new one",
+                queue.entries, made.offered_entries
+            )));
         }
     }
-    problems.into_values().collect()
+    problems
 }
 
 /// Compares the RAM blocks of the source QEMU with those of the waiting destination: both must have the same blocks.
@@ -267,5 +266,8 @@ mod tests {
         let text = &problems[0].0;
         assert!(text.starts_with("peripheral/disk: its queue 0 has 1024 entries") && text.contains("256"), "{text}");
         assert!(too_small_queues(&destination, &source).is_empty());
+        // A card with several queues: the waiting QEMU still has its control queue where the guest's third queue is.
+        let (several, waiting) = ([queue("card", 2, 256, 256)], [queue("card", 2, 64, 64)]);
+        assert!(too_small_queues(&several, &waiting).is_empty());
     }
 }
