@@ -24,6 +24,14 @@ pub enum SecurityLabel {
 }
 
 impl SecurityLabel {
+    /// Returns the label of the process with this number; `None` if no security module labels processes.
+    ///
+    /// # Errors
+    /// If it has ended, or its label cannot be read.
+    pub fn of_process(pid: u32) -> Result<Option<Self>, EnvironmentError> {
+        Self::of(&ProcDirectory::of(pid))
+    }
+
     /// Returns `None` if no security module labels processes.
     pub(super) fn of(source: &ProcDirectory) -> Result<Option<Self>, EnvironmentError> {
         // A kernel that has AppArmor or SELinux, but switched off, answers EINVAL or an empty text.

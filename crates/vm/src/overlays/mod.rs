@@ -22,11 +22,13 @@
 //! | `record` | which disk has its overlays where: a file in the run directory |
 //! | `disk` | the steps of one disk |
 //! | `libvirt` | the steps that differ for a disk of a libvirt domain |
+//! | `apparmor` | lets a confined QEMU write to the files into which it merges |
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
 //! | `restore` | the disks of a checkpoint |
 
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
 
+mod apparmor;
 mod disk;
 mod fence;
 mod libvirt;
@@ -43,6 +45,7 @@ use record::{OverlayRecord, owner_of};
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::plan::MarkObstacle;
+use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
 use rekindle_qemu::block::libvirt::LibvirtMark;
@@ -131,6 +134,13 @@ pub enum OverlayDisksError {
     DomainRuns { file: PathBuf },
     #[error("cannot make an overlay: qemu-img {why}")]
     Create { why: String },
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    #[error(
+        "{}: {why}; AppArmor 4.1 or newer is required, whose rules have priorities, or a domain without AppArmor \
+         (docs/protect-attached.md)", profile.display()
+    )]
+    AppArmor { profile: PathBuf, why: String },
 }
 
 impl OverlayDisksError {
@@ -184,6 +194,7 @@ pub struct OverlayEpoch {
 /// The disks of a running VM that take part in checkpoints by overlays.
 #[derive(Debug)]
 pub struct OverlayDisks {
+    vmm: Vmm,
     disks: Vec<OverlayDisk>,
     /// libvirt's names of the domain's other disks.
     others: Vec<String>,
@@ -199,15 +210,17 @@ impl OverlayDisks {
         let Some(record) = OverlayRecord::read(rundir)? else {
             return if BlockGraph::read(qmp)?.has_overlays() { Err(OverlayDisksError::Unrecorded) } else { Ok(None) };
         };
+        apparmor::allow_merges(vmm, &record)?;
         let mut disks = Vec::new();
         for recorded in record.disks {
             disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
         }
         if disks.is_empty() {
             migration::permit(qmp)?;
+            apparmor::forbid_merges(vmm);
             return Ok(None);
         }
-        Ok(Some(Self { disks, others: Vec::new() }))
+        Ok(Some(Self { vmm: vmm.clone(), disks, others: Vec::new() }))
     }
 
     /// As [`OverlayDisks::adopt`], and begins overlays for all writable disks that have none. Directories are made next
@@ -228,6 +241,7 @@ impl OverlayDisks {
             (Some(_), Some(record)) => record,
             _ => {
                 let record = OverlayRecord::plan(qmp, vmm, machine, vm, parent)?;
+                apparmor::allow_merges(vmm, &record)?;
                 record.write(rundir)?;
                 fault::point("overlay.begin.recorded", Some(vmm), None);
                 record
@@ -241,7 +255,7 @@ impl OverlayDisks {
                 disks.push(OverlayDisk::begin(recorded, vmm)?);
             }
         }
-        Ok(Self { disks, others: Vec::new() })
+        Ok(Self { vmm: vmm.clone(), disks, others: Vec::new() })
     }
 
     /// Notes the disks of the newest checkpoint in the store, whose overlays may be merged. This process owns the store, so
@@ -361,6 +375,7 @@ impl OverlayDisks {
             guest::stop(qmp)?;
         }
         self.pass("overlay.end.stopped");
+        let vmm = self.vmm.clone();
         let ended = self.end_stopped(qmp);
         let must_stay_stopped = matches!(
             ended,
@@ -376,6 +391,7 @@ impl OverlayDisks {
         }
         ended?;
         migration::permit(qmp)?;
+        apparmor::forbid_merges(&vmm);
         OverlayRecord::remove(rundir)
     }
 
