@@ -23,6 +23,8 @@ pub enum UnpreparedError {
         "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; start the guest as usual"
     )]
     Lost { name: String },
+    #[error("{name}: the emulator of its TPM for the new QEMU cannot be started: {why}")]
+    Tpm { name: String, why: String },
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(transparent)]

@@ -354,6 +354,11 @@ impl Domain<'_> {
         self.try_ask("boot-id", FIRST_REPLY_TIMEOUT).is_ok()
     }
 
+    /// Returns libvirt's UUID of the domain.
+    pub fn uuid(&self) -> String {
+        self.libvirt.virsh(&["domuuid", &self.name])
+    }
+
     /// Sends a command to the guest and returns the text after `ok` in the reply.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {

@@ -112,6 +112,7 @@ pub const POINTS: &[&str] = &[
 /// Every fault point of the replacement of the QEMU of a libvirt domain, in the order in which it passes them.
 pub const DOMAIN_POINTS: &[&str] = &[
     "replace.prepare.journalled",
+    "replace.prepare.tpm-started",
     "replace.prepare.spawned",
     "replace.prepare.compared",
     "replace.prepare.copied",
@@ -132,6 +133,7 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "libvirt.give-back.daemon-started",
     "libvirt.give-back.reconnected",
     "replace.settle.journalled",
+    "replace.settle.tpm-settled",
     "replace.settle.source-gone",
 ];
 

@@ -201,6 +201,9 @@ pub struct PassedParts {
     /// Its SPICE server; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spice: Option<PassedSpiceServer>,
+    /// The emulator of its TPM; `None` without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpm: Option<PassedTpm>,
     /// The source's numbers of the queues of its taps that are detached while the guest is handed over. If the guest
     /// returns to the source, they are attached again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -236,6 +239,41 @@ pub struct PassedListener {
     pub destination: RawFd,
     /// A number that QEMU does not use in the destination. The real socket is open there.
     pub spare: RawFd,
+}
+
+/// The emulators of a TPM: that of the source, and the one that continues it for the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedTpm {
+    /// The number of the source's process.
+    pub pid: u32,
+    /// When it was started, in clock ticks since the host's boot.
+    pub started: u64,
+    /// The socket at which it listens.
+    pub socket: PassedFile,
+    /// The file with the number of its process, if it writes one.
+    pub pid_file: Option<PassedFile>,
+    /// The file in which its manager has written that number, if there is one.
+    pub written_pid_file: Option<PathBuf>,
+    /// The file that it has locked, if it locks one.
+    pub lock: Option<MovedFile>,
+}
+
+/// A file of the source that is out of the destination's way.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedFile {
+    /// Where each process expects it.
+    pub path: PathBuf,
+    /// Where the source's is until the source has ended, or the guest has returned to it.
+    pub moved: PathBuf,
+}
+
+/// A file that two processes cannot have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedFile {
+    /// Where the guest's manager has it.
+    pub path: PathBuf,
+    /// Where the destination's is until the source has ended.
+    pub waiting: PathBuf,
 }
 
 /// A SPICE server of the destination.

@@ -225,7 +225,7 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 /// Takes a removal or rename of a missing file for success.
-pub(crate) fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
+pub fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => Ok(()),

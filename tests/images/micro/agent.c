@@ -304,6 +304,28 @@ static void efi_variable_get(struct conn *c)
 		answer(c, "ok %.*s\n", (int)n - 4, value + 4);
 }
 
+/* Sends a TPM the command that `text` has in hexadecimal digits, and answers what it replies. */
+static void tpm_command(struct conn *c, const char *text)
+{
+	unsigned char bytes[256];
+	char digits[2 * 120 + 1];
+	size_t n = strlen(text) / 2;
+	for (size_t i = 0; i < n && i < sizeof bytes; i++)
+		sscanf(text + 2 * i, "%2hhx", &bytes[i]);
+	int fd = open("/dev/tpm0", O_RDWR | O_CLOEXEC);
+	if (fd < 0 || n > sizeof bytes || write(fd, bytes, n) != (ssize_t)n) {
+		answer(c, "error the TPM takes no command: %s\n", strerror(errno));
+	} else {
+		ssize_t length = read(fd, bytes, sizeof bytes);
+		digits[0] = 0;
+		for (ssize_t i = 0; i < length && i < 120; i++)
+			sprintf(digits + 2 * i, "%02x", bytes[i]);
+		answer(c, "ok %s\n", digits);
+	}
+	if (fd >= 0)
+		close(fd);
+}
+
 static void command(struct conn *c, char *line)
 {
 	char text[64];
@@ -359,6 +381,8 @@ static void command(struct conn *c, char *line)
 			efi_variable_get(c);
 		else
 			answer(c, efi_variable_set(words[1]) ? "ok\n" : "error cannot set the variable\n");
+	} else if (!strcmp(name, "tpm") && n == 2) {
+		tpm_command(c, words[1]);
 	} else if (!strcmp(name, "phase") && n == 2) {
 		answer(c, announce(words[1]) ? "ok\n" : "error cannot run /phase\n");
 	} else if (!strcmp(name, "poweroff") || !strcmp(name, "reboot") || !strcmp(name, "panic")) {

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::os::fd::RawFd;
 
 /// Options of a listening socket that state where it listens.
-const ADDRESS_KEYS: [&str; 10] =
+pub(super) const ADDRESS_KEYS: [&str; 10] =
     ["path", "host", "port", "to", "ipv4", "ipv6", "abstract", "tight", "mptcp", "localaddr"];
 
 const STANDARD_INPUT: RawFd = 0;
@@ -24,7 +24,12 @@ impl Rewriter<'_> {
         if id.starts_with(OWN_ID_PREFIX) {
             return;
         }
-        match self.pass_chardev(&format!("-chardev {id}"), &mut chardev) {
+        let what = format!("-chardev {id}");
+        let passed = match self.tpm_connections.contains(&id) {
+            true => self.pass_tpm_connection(&what, &mut chardev),
+            false => self.pass_chardev(&what, &mut chardev),
+        };
+        match passed {
             Some(true) => self.add("chardev", chardev.to_string()),
             Some(false) => self.keep_unchanged(option),
             None => {}

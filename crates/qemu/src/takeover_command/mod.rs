@@ -12,6 +12,7 @@
 //! | forwarded ports of user networks | none; they are added after the source has stopped |
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
 //! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
+//! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
 //! | devices | with those that were plugged in since the start, without those that were unplugged |
@@ -76,6 +77,7 @@ mod pid_file;
 mod plugged;
 mod rules;
 pub mod spice;
+mod tpm;
 pub mod vnc;
 
 pub use facts::{Drive, RunningFacts, read_facts};
@@ -194,6 +196,8 @@ pub enum Descriptor {
     Tap { source: RawFd, interface: String },
     /// A new `/dev/vhost-net`: an open one belongs to the memory of one process.
     VhostNet,
+    /// A connection to the emulator that continues the TPM of the one at the Unix socket `server`.
+    TpmEmulator { server: String },
     /// A duplicate of `source` in the source. A listening socket of a VNC server is not used until QEMU gets it by
     /// [`vnc::listen`].
     Duplicate { source: RawFd },
@@ -253,6 +257,8 @@ struct Rewriter<'a> {
     removed: BTreeSet<usize>,
     /// Sets of `-add-fd`.
     fd_sets: BTreeSet<String>,
+    /// Ids of the character devices that are connections to emulators of TPMs.
+    tpm_connections: BTreeSet<String>,
     /// Number of options so far that make a character device without an id, by the name that QEMU gives it.
     unnamed_chardevs: BTreeMap<&'static str, usize>,
     given: GivenOptions,
@@ -321,6 +327,7 @@ pub fn rewrite(
         drives: Vec::new(),
         removed: BTreeSet::new(),
         fd_sets: BTreeSet::new(),
+        tpm_connections: tpm::connections(&options),
         unnamed_chardevs: BTreeMap::new(),
         given: GivenOptions { daemonize: options.iter().any(|o| o.name == "daemonize"), ..GivenOptions::default() },
     };
@@ -370,6 +377,7 @@ impl Rewriter<'_> {
             "set" => self.read_set(option),
             "run-with" => self.read_run_with(option),
             "overcommit" => self.read_overcommit(option),
+            "tpmdev" => self.read_tpmdev(option),
             "pidfile" => self.pid_file = option.value.map(str::to_owned),
             other => self.refuse(format!("-{other}"), "Rekindle has no rule for it"),
         }

@@ -28,11 +28,11 @@ const RULES: &[(&[&str], TakeoverRule)] = {
         (&["runas"], Drop),
         (&["machine", "M", "object", "device", "drive", "blockdev", "netdev", "nic", "net"], Rewrite),
         (&["chardev", "mon", "serial", "parallel", "debugcon", "qmp", "qmp-pretty", "monitor"], Rewrite),
-        (&["vnc", "spice", "display", "add-fd", "set", "run-with", "pidfile", "overcommit"], Rewrite),
+        (&["vnc", "spice", "display", "add-fd", "set", "run-with", "pidfile", "overcommit", "tpmdev"], Rewrite),
         (&["chroot"], Refuse("another QEMU cannot be started in that directory: start it without")),
         (&["gdb", "s"], Refuse("two QEMUs cannot wait for a debugger at one address: start it without")),
         (&["plugin"], Refuse("what a plugin has counted ends with QEMU: start it without")),
-        (&["readconfig", "tpmdev", "virtfs", "snapshot"], RefuseAsCarried),
+        (&["readconfig", "virtfs", "snapshot"], RefuseAsCarried),
         (&["xen-domid", "xen-attach", "xen-domid-restrict"], RefuseAsCarried),
     ]
 };

@@ -12,7 +12,7 @@ use rekindle_qemu::command::Directory;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::syntax::Syntax;
 use rekindle_qemu::takeover_command::{
-    CommandLine, Descriptor, Destination, ListenAddress, open_descriptors, read_facts, rewrite, vnc,
+    CommandLine, Descriptor, Destination, ListenAddress, SourceDescriptor, open_descriptors, read_facts, rewrite, vnc,
 };
 use rekindle_qemu::vmm::{START_TIMEOUT, Vmm};
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
@@ -55,7 +55,7 @@ fn changes(old: &[String], new: &[String]) -> Vec<String> {
 #[test]
 fn only_what_two_qemus_cannot_share_is_changed() {
     let mut differing = BTreeMap::new();
-    for name in ["user-network", "tap-and-memfd", "uefi-and-numa", "libvirt-11-form", "proxmox-8-form"] {
+    for name in ["user-network", "tap-and-memfd", "uefi-and-numa", "libvirt-11-form", "proxmox-8-form", "tpm"] {
         let line = Line::read(name);
         let rewritten = line.rewrite().unwrap_or_else(|obstacles| panic!("{name}: {obstacles:?}"));
         let changes = changes(&line.arguments, &rewritten.arguments);
@@ -67,10 +67,34 @@ fn only_what_two_qemus_cannot_share_is_changed() {
 }
 
 #[test]
-fn a_line_with_a_tpm_is_refused() {
-    let obstacles = Line::read("tpm").rewrite().unwrap_err();
-    let named: Vec<_> = obstacles.iter().map(|obstacle| obstacle.what.as_str()).collect();
-    assert_eq!(named, ["-chardev chrtpm", "-tpmdev"]);
+fn a_second_replacement_connects_to_another_emulator_of_the_tpm() {
+    let mut line = Line::read("tpm");
+    let first = line.rewrite().unwrap();
+    let emulators = |line: &CommandLine| -> Vec<(RawFd, String)> {
+        let found = line.descriptors.iter().filter_map(|(number, descriptor)| match descriptor {
+            Descriptor::TpmEmulator { server } => Some((*number, server.clone())),
+            _ => None,
+        });
+        found.collect()
+    };
+    let [(number, server)] = &emulators(&first)[..] else { panic!("{:?}", first.descriptors) };
+    assert_eq!(server, "/run/libvirt/qemu/swtpm/6-golden-tpm-swtpm.sock");
+    line.arguments = first.arguments.clone();
+    // The path at which the second emulator has listened.
+    let second = "/run/libvirt/qemu/swtpm/6-golden-tpm-swtpm.rekindle.sock".to_owned();
+    line.open.insert(*number, SourceDescriptor::Client { server: second.clone() });
+    assert_eq!(emulators(&line.rewrite().unwrap()), [(*number, second)]);
+    line.open.insert(*number, SourceDescriptor::Other);
+    assert_eq!(line.rewrite().unwrap_err()[0].what, "-chardev chrtpm");
+}
+
+#[test]
+fn a_tpm_of_the_host_is_refused() {
+    let mut line = Line::read("tpm");
+    let at = line.arguments.iter().position(|word| word == "-tpmdev").unwrap() + 1;
+    line.arguments[at] = "passthrough,id=tpm-tpm0,path=/dev/tpm0".into();
+    let obstacles = line.rewrite().unwrap_err();
+    assert!(obstacles.iter().any(|obstacle| obstacle.what == "-tpmdev passthrough"), "{obstacles:?}");
 }
 
 #[test]
@@ -144,7 +168,9 @@ impl Files<'_> {
                     tap::open_transient(&format!("rkc{}", std::process::id()), tap::Features::OWN).unwrap()
                 }
                 Descriptor::Duplicate { source } => listener(format!("duplicate-{source}")),
-                Descriptor::VhostNet => panic!("no line of this test has {descriptor:?}"),
+                Descriptor::VhostNet | Descriptor::TpmEmulator { .. } => {
+                    panic!("no line of this test has {descriptor:?}")
+                }
             };
             (fd, *number)
         };

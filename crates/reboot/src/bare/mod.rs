@@ -8,7 +8,6 @@
 //! A QMP socket serves one client at a time. As long as Rekindle is connected, no other program can use the monitor.
 
 mod inspect;
-mod pid_file;
 mod replace;
 mod supervision;
 

@@ -1,7 +1,7 @@
 //! The replacement of one QEMU, and its recovery.
 
+use super::BareOptions;
 use super::inspect::{BareGuest, inspect};
-use super::{BareOptions, pid_file};
 use crate::error::{Failure, RebootError};
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, restore_priorities};
 use crate::unprepared::environment::vcpus;
@@ -10,7 +10,9 @@ use crate::unprepared::hand_over::{Transferred, approach, hand_over};
 use crate::unprepared::inspect::{Inspected, check_run_directory};
 use crate::unprepared::recover::{GuestPlace, place, resume_destination};
 use crate::unprepared::start::{Waiting, place_threads, start_destination};
-use crate::unprepared::{DESTINATION_GENERATION, OPERATION, UnpreparedError, passed, passed_parts, vnc, way_back};
+use crate::unprepared::{
+    DESTINATION_GENERATION, OPERATION, UnpreparedError, passed, passed_parts, pid_file, vnc, way_back,
+};
 use crate::vmm::{QemuInfo, RUN_STATE_TIMEOUT, RebootReport, ReplacementPlan, VmOutcome, VmPlan};
 use rekindle_handover::{Handover, priority};
 use rekindle_kernel::surroundings::ThreadPlaces;

@@ -1,8 +1,8 @@
 //! Programs that wait for the end of a QEMU: its parent process, or systemd. Such a program takes the replacement for the
 //! end of the guest, and may start it a second time.
 
-use super::pid_file;
 use crate::error::RebootError;
+use crate::unprepared::pid_file;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::systemd;
 use std::collections::BTreeMap;

@@ -99,6 +99,10 @@ impl UnpreparedEnvironment<'_> {
             Descriptor::Duplicate { source: number } => descriptor::take(source, *number)?,
             Descriptor::Tap { .. } => return Ok(None),
             Descriptor::VhostNet => open_vhost_net()?,
+            Descriptor::TpmEmulator { .. } => {
+                let missing = || io::Error::other("the TPM has no emulator");
+                self.inspected.tpm.as_ref().ok_or_else(missing)?.connect()?
+            }
         };
         Ok(Some(opened))
     }

@@ -1,7 +1,7 @@
 //! What the destination gets when the source is frozen: the listening sockets, also those of its VNC and SPICE servers. And
 //! the end of the source.
 
-use super::{forwards, passed, source, spice, vnc};
+use super::{forwards, passed, source, spice, tpm, vnc};
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
@@ -59,6 +59,8 @@ pub(crate) fn end_source(handover: &mut Handover, destination: &Vmm, qmp: &mut Q
     }
     handover.advance(Step::Settle)?;
     handover.pass("replace.settle.journalled");
+    tpm::settle(passed(handover)?)?;
+    handover.pass("replace.settle.tpm-settled");
     if let Some(source) = handover.live_source() {
         source.kill().map_err(handover.file_error("qemu"))?;
     }

@@ -2,6 +2,7 @@
 //! named. Nothing is changed.
 
 use super::recheck::Baseline;
+use super::tpm::{self, TpmEmulator};
 use super::{UnpreparedError, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
 use rekindle_kernel::surroundings::ProcessEnvironment;
@@ -33,6 +34,8 @@ pub(crate) struct Inspected {
     pub listeners: Vec<PassedListener>,
     pub taps: Vec<TapSlot>,
     pub forwards: Vec<ForwardedPort>,
+    /// The emulator of the guest's TPM, if it has one.
+    pub tpm: Option<TpmEmulator>,
     pub binary: Binary,
     /// Memory that the copy of the RAM needs.
     pub copy_bytes: u64,
@@ -75,11 +78,15 @@ pub(crate) fn inspect(
     problems.extend(obstacles::lease(&open));
     let facts = read_facts(&adopted, &mut qmp)?;
     let destination = Destination { label, syntax: binary.syntax, socket_directory };
-    let mut copy_bytes = 0;
+    let (mut copy_bytes, mut emulator) = (0, None);
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported_taps(&line));
             problems.extend(vhost_problem(&line, &mut qmp)?);
+            match tpm::inspect(&line) {
+                Ok(found) => emulator = found,
+                Err(problem) => problems.push(problem),
+            }
             problems.extend(of_manager(&line)?);
             let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
             copy_bytes = room.needed_bytes;
@@ -101,7 +108,7 @@ pub(crate) fn inspect(
     let taps = line.tap_slots(&mut spare);
     let baseline =
         Baseline { name: name.to_owned(), adopted, inventory, open, destination, line, plugged: facts.plugged };
-    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, binary, copy_bytes })
+    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, tpm: emulator, binary, copy_bytes })
 }
 
 fn text_of(obstacle: Obstacle) -> String {

@@ -17,6 +17,8 @@
 //! | `queues` | queues of taps that are detached for a time |
 //! | `give` | what the destination gets when the source is frozen: listening sockets |
 //! | `vnc`, `spice` | servers that show the screen |
+//! | `pid_file` | files that name a process |
+//! | `tpm` | the emulator of the guest's TPM |
 //! | `forwards` | ports that user networks forward |
 //! | `source` | freezing the source, and resuming the guest in it |
 //! | `way_back` | the return to the source after a failure |
@@ -32,12 +34,14 @@ pub(crate) mod give;
 pub(crate) mod hand_over;
 pub(crate) mod inspect;
 mod obstacles;
+pub(crate) mod pid_file;
 pub(crate) mod queues;
 pub(crate) mod recheck;
 pub(crate) mod recover;
 pub(crate) mod source;
 pub(crate) mod spice;
 pub(crate) mod start;
+pub(crate) mod tpm;
 pub(crate) mod vnc;
 pub(crate) mod way_back;
 
@@ -57,12 +61,13 @@ pub(crate) const OPERATION: &str = "replace-qemu";
 
 /// Returns what the journal has to name before the destination is started.
 pub(crate) fn passed_parts(inspected: &Inspected) -> PassedParts {
-    let Inspected { baseline, listeners, forwards, .. } = inspected;
+    let Inspected { baseline, listeners, forwards, tpm, .. } = inspected;
     PassedParts {
         listeners: listeners.clone(),
         forwards: forwards.clone(),
         vnc: vnc::listeners(&baseline.line),
         spice: spice::server(&baseline.line),
+        tpm: tpm.as_ref().map(|tpm| tpm.passed.clone()),
         detached_queues: Vec::new(),
     }
 }

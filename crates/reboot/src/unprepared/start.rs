@@ -53,6 +53,10 @@ pub(crate) fn start_destination(
     if has_vhost(&inspected.baseline.line) {
         takeover.expect_vhost();
     }
+    if let Some(tpm) = &inspected.tpm {
+        tpm.start(handover.name())?;
+    }
+    handover.pass("replace.prepare.tpm-started");
     let environment = UnpreparedEnvironment { rundir: &rundir, inspected, ram: &ram, log };
     let mut destination = Destination::spawn(handover, &environment, Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");

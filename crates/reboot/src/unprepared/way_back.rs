@@ -1,6 +1,6 @@
 //! The way back to the source after a failure: no QEMU but the source runs the guest.
 
-use super::{DESTINATION_GENERATION, passed, queues, source, spice};
+use super::{DESTINATION_GENERATION, passed, queues, source, spice, tpm};
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
@@ -87,5 +87,7 @@ pub(crate) fn end_without_guest(handover: &Handover) -> Result<(), RebootError> 
 /// Ends the destination, and removes what it has made outside of its own directory.
 fn end_destination(handover: &Handover) -> Result<(), RebootError> {
     handover.end_destination()?;
-    spice::remove_stand_in(passed(handover)?)
+    let passed = passed(handover)?;
+    tpm::end(passed)?;
+    spice::remove_stand_in(passed)
 }

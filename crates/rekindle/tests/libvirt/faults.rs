@@ -27,6 +27,7 @@ use Outcome::{Destination, ShutOff, Source};
 /// point there is no destination yet, and while the daemon is stopped there is no daemon to kill.
 const TABLE: &[(&str, [Outcome; 4])] = &[
     ("replace.prepare.journalled", [Source, ShutOff, Destination, Source]),
+    ("replace.prepare.tpm-started", [Source, ShutOff, Destination, Source]),
     ("replace.prepare.spawned", [Source, ShutOff, Source, Source]),
     ("replace.prepare.compared", [Source, ShutOff, Source, Source]),
     ("replace.prepare.copied", [Source, ShutOff, Source, Destination]),
@@ -47,6 +48,7 @@ const TABLE: &[(&str, [Outcome; 4])] = &[
     ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.reconnected", [Destination, Destination, ShutOff, Destination]),
     ("replace.settle.journalled", [Destination, Destination, ShutOff, Destination]),
+    ("replace.settle.tpm-settled", [Destination, Destination, ShutOff, Destination]),
     ("replace.settle.source-gone", [Destination, Destination, ShutOff, Destination]),
 ];
 

@@ -12,6 +12,7 @@ mod protect_page;
 mod several;
 mod spice;
 mod taps;
+mod tpm;
 mod traffic;
 mod uefi;
 mod upgrade;

@@ -1,4 +1,4 @@
-//! The pid file of a QEMU (`-pidfile`), by which a manager finds its process.
+//! A file that names a process, by which a manager finds it.
 
 use rustix::fs::{Gid, Mode, Uid, fchmod, fchown};
 use std::fs::{self, File};
@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Returns whether the file names the process.
-pub(super) fn names(path: &Path, pid: u32) -> bool {
+pub(crate) fn names(path: &Path, pid: u32) -> bool {
     fs::read_to_string(path).is_ok_and(|text| text.trim().parse() == Ok(pid))
 }
 
@@ -16,7 +16,7 @@ pub(super) fn names(path: &Path, pid: u32) -> bool {
 ///
 /// # Errors
 /// When the new file cannot be written.
-pub(super) fn rewrite(path: &Path, pid: u32) -> io::Result<()> {
+pub(crate) fn rewrite(path: &Path, pid: u32) -> io::Result<()> {
     let metadata = match fs::metadata(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         metadata => metadata?,
