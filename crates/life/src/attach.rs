@@ -199,7 +199,8 @@ pub fn attach_locked(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor
     };
     let (adopted, mut qmp) = monitor.adopt(GREETING_TIMEOUT)?;
     reject_qemu_of_other_vm(host, &adopted)?;
-    let foreign::Description { machine: foreign, vm_generation: generation } = inspect_guest(&adopted, &mut qmp)?;
+    let foreign::Description { machine: foreign, vm_generation: generation } =
+        inspect_guest(&adopted, &monitor, &mut qmp)?;
     let vcpus = count_processors(&mut qmp)?;
     check_tracking(&adopted, &mut qmp)?;
     let domain_xml = match monitor {
@@ -229,13 +230,19 @@ fn remove_ended_vm(host: &Host, rundir: &RunDir, name: &Name) -> Result<(), Atta
 }
 
 /// Returns the guest's hardware and its VM generation ID. The error lists every obstacle to protecting it.
-fn inspect_guest(adopted: &Adopted, qmp: &mut Qmp) -> Result<foreign::Description, AttachError> {
+fn inspect_guest(adopted: &Adopted, monitor: &Monitor, qmp: &mut Qmp) -> Result<foreign::Description, AttachError> {
     let mut obstacles = adopted.obstacles.clone();
     if !["kvm", "tcg"].contains(&adopted.accelerator.as_str()) {
         let why = "neither KVM nor TCG: Rekindle cannot start a QEMU like it".into();
         obstacles.push(Obstacle { what: "its accelerator".into(), why });
     }
-    match foreign::describe(adopted, qmp)? {
+    let description = foreign::describe(adopted, qmp)?;
+    let has_tpm_emulator = description.as_ref().is_ok_and(|description| description.machine.has_tpm_emulator);
+    if has_tpm_emulator && !matches!(monitor, Monitor::Libvirt { .. }) {
+        let why = "only libvirt can start its emulator again: start it without".into();
+        obstacles.push(Obstacle { what: "its TPM".into(), why });
+    }
+    match description {
         Ok(hardware) if obstacles.is_empty() => return Ok(hardware),
         Ok(_) => {}
         Err(further) => obstacles.extend(further),

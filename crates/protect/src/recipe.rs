@@ -110,6 +110,9 @@ impl Recipe {
         let mut problems = Vec::new();
         let theirs = &self.hardware;
         let networks = theirs.foreign.as_ref().map(|foreign| foreign.networks.as_slice()).unwrap_or_default();
+        if theirs.foreign.as_ref().is_some_and(|foreign| foreign.has_tpm_emulator) {
+            problems.push("its TPM: only libvirt can start the emulator; restore it with --into-libvirt".into());
+        }
         let mut nets = theirs.nets.clone();
         if is_users_definition && hardware.nets.len() != nets.len() {
             let (have, want) = (hardware.nets.len(), nets.len());

@@ -3,6 +3,7 @@
 use rekindle_handover::copied_ram::CopyError;
 use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::adopt::AdoptError;
+use std::io;
 
 /// Why the QEMU of a guest that Rekindle did not start cannot be replaced.
 #[derive(Debug, thiserror::Error)]
@@ -23,8 +24,14 @@ pub enum UnpreparedError {
         "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; start the guest as usual"
     )]
     Lost { name: String },
-    #[error("{name}: the emulator of its TPM for the new QEMU cannot be started: {why}")]
-    Tpm { name: String, why: String },
+    #[error("{name}: the emulator of its TPM for the new QEMU does not answer: {command}")]
+    Tpm {
+        name: String,
+        /// How it was started: its log is named there.
+        command: String,
+        #[source]
+        source: io::Error,
+    },
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(transparent)]

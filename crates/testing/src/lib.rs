@@ -16,6 +16,7 @@ pub mod process;
 pub mod rfb;
 pub mod spice;
 pub mod tools;
+pub mod tpm;
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -250,10 +250,8 @@ pub struct PassedTpm {
     pub started: u64,
     /// The socket at which it listens.
     pub socket: PassedFile,
-    /// The file with the number of its process, if it writes one.
-    pub pid_file: Option<PassedFile>,
-    /// The file in which its manager has written that number, if there is one.
-    pub written_pid_file: Option<PathBuf>,
+    /// The file with the number of its process, if there is one.
+    pub pid_file: Option<PathBuf>,
     /// The file that it has locked, if it locks one.
     pub lock: Option<MovedFile>,
 }

@@ -256,6 +256,9 @@ pub struct ForeignMachine {
     /// libvirt's XML of the domain, if it is one: as libvirt sends it to another host in a migration, with passwords.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain_xml: Option<String>,
+    /// Whether a TPM's emulator is left out of the arguments: only libvirt, which starts one, can build the machine.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_tpm_emulator: bool,
 }
 
 /// A memory backend of a [`ForeignMachine`].

@@ -123,6 +123,7 @@ mod tests {
             cpu: Features::new(),
             overlays: vec![overlays],
             domain_xml: None,
+            has_tpm_emulator: false,
         }
     }
 

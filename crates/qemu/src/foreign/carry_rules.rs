@@ -38,9 +38,8 @@ const OPTIONS_WITH_VALUE: RuleTable = {
         // Only Proxmox's QEMU has `-id`: the number of the VM.
         (&["loadvm", "add-fd", "plugin", "echr", "rotate", "id"], Drop),
         (&["machine", "M", "device", "object", "netdev", "nic", "net", "chardev", "serial", "parallel"], Rewrite),
-        (&["debugcon", "audiodev", "audio"], Rewrite),
+        (&["debugcon", "audiodev", "audio", "tpmdev"], Rewrite),
         (&["readconfig"], Refuse("the options in that file cannot be seen: start it with the options themselves")),
-        (&["tpmdev"], Refuse("the state of a TPM is in another process or in hardware: start it without")),
         (&["virtfs"], Refuse("QEMU cannot save the files that a guest has open on it: start it without")),
         (&["xen-domid"], Refuse("the guest's memory belongs to Xen")),
     ]

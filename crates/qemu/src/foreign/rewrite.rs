@@ -71,6 +71,7 @@ struct Rewriter {
     has_serial: bool,
     has_parallel: bool,
     has_memory_size: bool,
+    has_tpm_emulator: bool,
 }
 
 /// Rewrites the `arguments` of a QEMU, using the `facts` of its machine.
@@ -132,6 +133,7 @@ impl Rewriter {
                 audio.set("driver", "none");
                 self.keep(option.name, Some(&audio.to_string()));
             }
+            "tpmdev" => self.read_tpmdev(option),
             "nographic" => self.has_nographic = true,
             // QEMU 9.0 removed this option; all supported versions accept the machine property.
             "no-acpi" => self.machine_options.push(("acpi".into(), Some("off".into()))),
@@ -252,6 +254,18 @@ impl Rewriter {
             forwards: if is_user { forwards } else { Vec::new() },
             kind,
         });
+    }
+
+    /// Leaves a TPM's emulator out: its manager has to start another one.
+    fn read_tpmdev(&mut self, option: &CommandOption<'_>) {
+        let Some(device) = self.parse(option, "type") else { return };
+        match device.get("type").as_deref() {
+            Some("emulator") => self.has_tpm_emulator = true,
+            kind => {
+                let what = format!("-tpmdev {}", kind.unwrap_or_default());
+                self.refuse(what, "its state is in hardware of the host: start it without");
+            }
+        }
     }
 
     /// Handles `-nic` and `-net`, which describe a network and its card together.

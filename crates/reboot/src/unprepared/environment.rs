@@ -101,7 +101,7 @@ impl UnpreparedEnvironment<'_> {
             Descriptor::VhostNet => open_vhost_net()?,
             Descriptor::TpmEmulator { .. } => {
                 let missing = || io::Error::other("the TPM has no emulator");
-                self.inspected.tpm.as_ref().ok_or_else(missing)?.connect()?
+                self.inspected.tpm.as_ref().ok_or_else(missing)?.connection()?
             }
         };
         Ok(Some(opened))

@@ -53,7 +53,7 @@ pub(crate) fn start_destination(
     if has_vhost(&inspected.baseline.line) {
         takeover.expect_vhost();
     }
-    if let Some(tpm) = &inspected.tpm {
+    if let Some(tpm) = &mut inspected.tpm {
         tpm.start(handover.name())?;
     }
     handover.pass("replace.prepare.tpm-started");

@@ -61,6 +61,9 @@ impl<'a> Attached<'a> {
             );
         }
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
+        if firmware == Firmware::Uefi {
+            devices += "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
+        }
         let domain = libvirt.boot(&DomainOptions { devices: &devices, firmware, ..DomainOptions::new("overlays") });
         // It is defined, so that it can be started again.
         fs::write("/run/defined.xml", libvirt.virsh(&["dumpxml", &domain.name, "--inactive"])).unwrap();

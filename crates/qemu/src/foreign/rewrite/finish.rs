@@ -34,7 +34,7 @@ impl Rewriter {
         if !self.obstacles.is_empty() {
             return Err(self.obstacles);
         }
-        let Self { arguments, networks, console, .. } = self;
+        let Self { arguments, networks, console, has_tpm_emulator, .. } = self;
         // `describe` adds the features of the CPU, which it gets from QMP.
         let (backends, cpu) = (facts.backends.clone(), Features::new());
         Ok(ForeignMachine {
@@ -46,6 +46,7 @@ impl Rewriter {
             cpu,
             overlays: Vec::new(),
             domain_xml: None,
+            has_tpm_emulator,
         })
     }
 

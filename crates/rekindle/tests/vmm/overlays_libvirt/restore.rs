@@ -6,6 +6,7 @@ use crate::common::lab::entries;
 use crate::common::protector::{self, Protector, Slowdown, pager};
 use crate::common::{DEADLINE, Lab, wait_for};
 use rekindle_testing::libvirt::{Firmware, PrivateLibvirt};
+use rekindle_testing::tpm::Tpm;
 use rekindle_vm::fault::RESTORE_DOMAIN_POINTS;
 use std::fs;
 use std::path::Path;
@@ -70,7 +71,7 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
 }
 
 #[test]
-fn the_variables_of_uefi_are_those_of_the_checkpoint() {
+fn the_variables_of_uefi_and_the_tpm_are_those_of_the_checkpoint() {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let attached = Attached::boot_with(Firmware::Uefi, &libvirt, &lab);
@@ -79,12 +80,25 @@ fn the_variables_of_uefi_are_those_of_the_checkpoint() {
     write_both(guest, 1);
     let blocks = read_both(guest);
     guest.ask("efi-variable checkpoint");
+    let ask = |command: &str| guest.ask(command);
+    let tpm = Tpm(&ask);
+    tpm.define_variable();
+    tpm.write_variable(1);
+    tpm.measure(1);
+    let measured = tpm.register();
     protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
     guest.ask("efi-variable later");
+    tpm.write_variable(2);
+    tpm.measure(2);
     attached.kill_qemu();
+    let into_own_qemu = lab.rekindle(["restore", "dom", "--store", store.to_str().unwrap()]);
+    into_own_qemu.status(1).prints(&["its TPM", "--into-libvirt"]);
+    // A host that has never had the TPM.
+    fs::remove_dir_all("/var/lib/libvirt/swtpm").unwrap();
     lab.finish(restoring_into_libvirt(&lab, &store)).ok();
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(guest.ask("efi-variable"), "checkpoint");
+    assert_eq!((tpm.variable(), tpm.register()), (1, measured));
     assert_both_agree(guest, &blocks, "restored");
     // The firmware reads them from the file that libvirt has for the domain.
     libvirt.virsh(&["reset", &attached.domain.name]);
@@ -92,6 +106,7 @@ fn the_variables_of_uefi_are_those_of_the_checkpoint() {
         (attached.domain.is_up() && attached.domain.ask("boot-id") != boot).then_some(())
     });
     assert_eq!(guest.ask("efi-variable"), "checkpoint");
+    assert_eq!(tpm.variable(), 1);
     attached.detach("at the end");
 }
 
