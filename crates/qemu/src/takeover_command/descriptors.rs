@@ -105,6 +105,14 @@ impl<'a> Numbers<'a> {
         sources.into_iter().map(|source| self.put_new(queue(source))).collect()
     }
 
+    /// Returns how many vhost devices the source has open that its command line does not name.
+    pub(super) fn unnamed_vhosts(&self) -> usize {
+        let is_vhost = |(number, descriptor): &(&RawFd, &SourceDescriptor)| {
+            **descriptor == SourceDescriptor::VhostNet && !self.claimed.contains(number)
+        };
+        self.open.iter().filter(is_vhost).count()
+    }
+
     pub(super) fn into_destination(self) -> BTreeMap<RawFd, Descriptor> {
         self.destination
     }

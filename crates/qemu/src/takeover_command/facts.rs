@@ -1,6 +1,7 @@
 //! Properties of a running machine that its command line does not show.
 
 use super::inventory::{device_name, node_names, storage_nodes};
+use super::networks::{ChangedNetworks, PluggedNetwork};
 use super::plugged::{self, Plugged, PluggedDevice};
 use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
@@ -11,7 +12,7 @@ use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::{self, RamBlock};
 use serde::Deserialize;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 
 /// Properties of a running machine, as far as they decide how another QEMU takes over its guest.
@@ -29,6 +30,10 @@ pub struct RunningFacts {
     pub plugged: Vec<PluggedDevice>,
     /// The types of those that have no id.
     pub plugged_without_id: Vec<String>,
+    /// The networks of cards that were plugged in, by id.
+    pub plugged_networks: BTreeMap<String, PluggedNetwork>,
+    /// The networks of the command line that QEMU does not have any more.
+    pub removed_networks: BTreeSet<String>,
     /// The options of the present objects that a manager adds and removes while the guest runs, by id.
     pub objects: BTreeMap<String, Options>,
 }
@@ -71,7 +76,10 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
     let fd_sets: Vec<FdSet> = qmp.execute("query-fdsets", ())?;
     let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
     let Plugged { devices: plugged, unnamed } = Plugged::read(&adopted.arguments, &machine.devices, qmp)?;
+    let networks = ChangedNetworks::read(&adopted.arguments, &plugged, qmp)?;
     Ok(RunningFacts {
+        plugged_networks: networks.plugged,
+        removed_networks: networks.removed,
         plugged,
         plugged_without_id: unnamed,
         objects: plugged::read_objects(qmp)?,

@@ -15,7 +15,7 @@
 //! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
-//! | devices | with those that were plugged in since the start, without those that were unplugged |
+//! | devices, networks | with those that were plugged in since the start, without those that were unplugged |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
 //! ([`crate::foreign`] derives a machine for *another* host from such a command line: without its sockets, files and
@@ -72,6 +72,7 @@ mod finish;
 mod inventory;
 mod memory;
 mod network;
+mod networks;
 mod open_files;
 mod pid_file;
 mod plugged;
@@ -82,6 +83,7 @@ pub mod vnc;
 
 pub use facts::{Drive, RunningFacts, read_facts};
 pub use inventory::{Inventory, Item};
+pub use networks::PluggedNetwork;
 pub use open_files::{MACVTAP_PREFIX, open_descriptors};
 pub use plugged::PluggedDevice;
 
@@ -257,6 +259,8 @@ struct Rewriter<'a> {
     removed: BTreeSet<usize>,
     /// Sets of `-add-fd`.
     fd_sets: BTreeSet<String>,
+    /// Number of queues of taps whose vhost devices the command line does not name.
+    unnamed_vhosts: usize,
     /// Ids of the character devices that are connections to emulators of TPMs.
     tpm_connections: BTreeSet<String>,
     /// Number of options so far that make a character device without an id, by the name that QEMU gives it.
@@ -327,6 +331,7 @@ pub fn rewrite(
         drives: Vec::new(),
         removed: BTreeSet::new(),
         fd_sets: BTreeSet::new(),
+        unnamed_vhosts: 0,
         tpm_connections: tpm::connections(&options),
         unnamed_chardevs: BTreeMap::new(),
         given: GivenOptions { daemonize: options.iter().any(|o| o.name == "daemonize"), ..GivenOptions::default() },

@@ -16,6 +16,10 @@ impl Rewriter<'_> {
     pub(super) fn read_netdev(&mut self, option: &CommandOption<'_>) {
         let Some(mut netdev) = self.parse(option, "type") else { return };
         let (kind, id) = (netdev.get("type").unwrap_or_default(), netdev.get("id").unwrap_or_default());
+        // Its card was unplugged. Another one may have been plugged in with a network of this id.
+        if self.facts.removed_networks.contains(&id) || self.facts.plugged_networks.contains_key(&id) {
+            return;
+        }
         match kind.as_str() {
             "user" => self.add_user_network(option, netdev, Some(id)),
             "tap" if netdev.get("fd").or_else(|| netdev.get("fds")).is_some() => self.keep_tap(option, &netdev, &id),
@@ -114,8 +118,54 @@ impl Rewriter<'_> {
         true
     }
 
+    /// Adds the networks of cards that were plugged in while the guest ran: taps, which QEMU was given as descriptors.
+    pub(super) fn add_plugged_networks(&mut self) {
+        let facts = self.facts;
+        if facts.plugged_networks.is_empty() {
+            return;
+        }
+        let queues = facts.plugged_networks.values().filter_map(|network| network.descriptors.as_ref());
+        let queue_count: usize = queues.map(Vec::len).sum();
+        let has_vhost = match self.numbers.unnamed_vhosts().checked_sub(self.unnamed_vhosts) {
+            Some(0) => false,
+            Some(count) if count == queue_count => true,
+            _ => {
+                let why = "Rekindle cannot find out which of them the host's kernel serves (vhost-net): unplug them";
+                return self.refuse("network cards that were plugged in", why);
+            }
+        };
+        for (id, network) in &facts.plugged_networks {
+            let (kind, descriptors) = (network.kind.as_str(), network.descriptors.as_deref());
+            let queue = |source: &RawFd| match self.numbers.source(*source) {
+                Some(SourceDescriptor::Tap { interface }) => {
+                    Some(Descriptor::Tap { source: *source, interface: interface.clone() })
+                }
+                _ => None,
+            };
+            let queues: Option<Vec<Descriptor>> =
+                descriptors.filter(|_| kind == "tap").and_then(|numbers| numbers.iter().map(queue).collect());
+            let Some(queues) = queues else {
+                let why = "its card was plugged in while the guest ran; of these, only taps that QEMU was given as \
+                           descriptors can be passed on: unplug it, or start the VM with it";
+                self.refuse(format!("network {id} ({kind})"), why);
+                continue;
+            };
+            let count = queues.len();
+            let numbers: Vec<RawFd> = queues.into_iter().map(|queue| self.numbers.put_new(queue)).collect();
+            let key = if count == 1 { "fd" } else { "fds" };
+            let mut netdev = Options::Pairs(vec![("type".into(), Some("tap".into())), ("id".into(), Some(id.clone()))]);
+            netdev.set(key, &joined(&numbers));
+            if has_vhost {
+                netdev.set("vhost", "on");
+                self.add_vhosts(&mut netdev, count);
+            }
+            self.add("netdev", netdev.to_string());
+        }
+    }
+
     /// Gives each queue of a tap a vhost device: the destination may be unable to open one.
     fn add_vhosts(&mut self, netdev: &mut Options, queues: usize) {
+        self.unnamed_vhosts += queues;
         let numbers: Vec<_> = (0..queues).map(|_| self.numbers.put_new(Descriptor::VhostNet)).collect();
         let is_single = netdev.get("fd").is_some();
         netdev.set(if is_single { "vhostfd" } else { "vhostfds" }, &joined(&numbers));

@@ -157,7 +157,7 @@ impl PluggedDevice {
         self.bus.as_deref()?.strip_prefix(DEVICES)?.strip_prefix('/')?.split('/').next()
     }
 
-    fn text(&self, property: &str) -> Option<&str> {
+    pub(super) fn text(&self, property: &str) -> Option<&str> {
         self.properties.get(property)?.as_str().filter(|text| !text.is_empty())
     }
 
@@ -330,6 +330,7 @@ impl Rewriter<'_> {
     pub(super) fn follow_plugging(&mut self) {
         self.leave_out_unplugged();
         self.follow_objects();
+        self.add_plugged_networks();
         let facts = self.facts;
         for driver in &facts.plugged_without_id {
             let why = "it was plugged in while the guest ran: unplug it, or plug it in with an id";
@@ -340,16 +341,13 @@ impl Rewriter<'_> {
             if let Some(why) = refusal_of_device(driver) {
                 self.refuse(format!("device {driver},id={id}, which was plugged in"), why);
             }
-            for (property, option, what) in
-                [("netdev", "-netdev", "network"), ("chardev", "-chardev", "character device")]
-            {
-                if device.text(property).is_some_and(|other| !self.has_option(option, other)) {
-                    let why = format!(
-                        "it was plugged in while the guest ran, and Rekindle does not carry over its {what} yet: unplug it, \
-                         or start the VM with it"
-                    );
-                    self.refuse(format!("device {id}"), why);
-                }
+            if device.text("netdev").is_some_and(|network| !facts.plugged_networks.contains_key(network)) {
+                self.refuse(format!("device {id}"), "QEMU does not list the network of this card: unplug it");
+            }
+            if device.text("chardev").is_some_and(|chardev| !self.has_option("-chardev", chardev)) {
+                let why = "it was plugged in while the guest ran, and Rekindle does not carry over its character device yet: \
+                           unplug it, or start the VM with it";
+                self.refuse(format!("device {id}"), why);
             }
             let options = device.options();
             self.arguments.push("-device".into());
@@ -380,11 +378,6 @@ impl Rewriter<'_> {
                 }
                 self.devices.push(device);
                 continue;
-            }
-            if device.options.get("netdev").is_some() {
-                let why = "it was unplugged while the guest ran, and Rekindle does not leave out its network yet: start the \
-                           VM without it";
-                self.refuse(format!("device {id}"), why);
             }
             self.removed.insert(device.position);
             self.remove_closed(node.as_deref());

@@ -1,8 +1,8 @@
 //! Devices that were plugged in or unplugged while the guest ran.
 
-use crate::taps::accessible;
+use crate::taps::{accessible, open_taps, ports, replace_under_traffic};
 use crate::{DEVICES, qmp, rekindle, text};
-use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
+use rekindle_testing::libvirt::{BRIDGE, Domain, DomainOptions, Network, PrivateLibvirt, ip};
 use rekindle_testing::tools::{qemu_new, qemu_newest, qemu_old};
 use rekindle_testing::{DEADLINE, wait_for};
 use serde_json::{Value, json};
@@ -113,4 +113,73 @@ fn plugged_devices_continue_in_each_qemu_and_can_be_unplugged() {
     let serial = json!({"path": "/machine/peripheral/virtio-disk1", "property": "serial"});
     assert_eq!(qmp(&libvirt, &domain, "qom-get", &serial), "S4");
     assert_eq!(domain.ask("boot-id"), boot_id);
+}
+
+/// Returns libvirt's XML of the place of a card on the bus. The guest uses the card in the first slot.
+fn slot(number: u32) -> String {
+    format!("<address type='pci' domain='0x0000' bus='0x00' slot='{number:#x}' function='0x0'/>")
+}
+
+#[test]
+fn a_plugged_card_carries_traffic_in_each_qemu_and_unplugged_ones_leave_no_tap() {
+    let libvirt = PrivateLibvirt::start();
+    let [old, newest] = [qemu_old(), qemu_newest()].map(accessible);
+    let first = slot(0x10);
+    let network = Network::Tap(&first);
+    let domain =
+        libvirt.boot(&DomainOptions { emulator: &old, network, both_processors: true, ..DomainOptions::new("cards") });
+    let name = domain.name.as_str();
+    let card = |mac: &str, place: &str, driver: &str| {
+        let path = format!("/run/card-{mac}.xml");
+        let xml = format!(
+            "<interface type='bridge'><source bridge='{BRIDGE}'/><mac address='52:54:00:00:02:{mac}'/><model type='virtio'/>
+             {driver}{place}</interface>"
+        );
+        fs::write(&path, xml).unwrap();
+        path
+    };
+    let second = card("02", &slot(0x5), "<driver name='qemu' queues='2'/>");
+    libvirt.virsh(&["attach-device", name, &second, "--live"]);
+    assert_eq!((ports().len(), open_taps(&domain)), (2, 3));
+    let boot_id = domain.ask("boot-id");
+    libvirt.virsh(&["reset", name]);
+    let is_other = || {
+        // The guest has its address on the other card now.
+        ip(&format!("neigh flush dev {BRIDGE}"));
+        (domain.is_up() && domain.ask("boot-id") != boot_id).then_some(())
+    };
+    wait_for("the guest's next boot", DEADLINE, is_other);
+    let boot_id = domain.ask("boot-id");
+    for binary in [qemu_new(), &newest, &old] {
+        replace_under_traffic(&domain, binary);
+        assert_eq!(domain.ask("boot-id"), boot_id);
+    }
+    // Unplugged: the card of the domain's start.
+    let xml = libvirt.virsh(&["dumpxml", name]);
+    let from = xml.find("<interface type='bridge'>").unwrap();
+    let (device, _) = xml[from..].split_once("</interface>").unwrap();
+    let mac = device.split_once("<mac address='").unwrap().1.split_once('\'').unwrap().0;
+    let unplug = |mac: &str| {
+        libvirt.virsh(&["detach-interface", name, "bridge", "--mac", mac, "--live"]);
+        wait_for("the removal of a tap", DEADLINE, || (ports().len() == 1).then_some(()));
+    };
+    assert!(mac.starts_with("52:54:00:00:01:"), "{mac}");
+    unplug(mac);
+    assert_eq!(open_taps(&domain), 2);
+    replace_under_traffic(&domain, qemu_new());
+    let mac_of_third = json!({"path": "/machine/peripheral/net2", "property": "mac"});
+    for (mac, binary) in [("03", &*newest), ("04", qemu_new())] {
+        // libvirt gives the next card the name of the one that was unplugged.
+        libvirt.virsh(&["attach-device", name, &card(mac, &slot(0x11), ""), "--live"]);
+        assert_eq!((ports().len(), open_taps(&domain)), (2, 3));
+        replace_under_traffic(&domain, binary);
+        let mac = format!("52:54:00:00:02:{mac}");
+        assert_eq!(qmp(&libvirt, &domain, "qom-get", &mac_of_third), *mac);
+        if mac.ends_with('3') {
+            unplug(&mac);
+        }
+    }
+    unplug("52:54:00:00:02:04");
+    replace_under_traffic(&domain, qemu_new());
+    assert_eq!((open_taps(&domain), domain.ask("boot-id")), (2, boot_id));
 }

@@ -14,13 +14,13 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
 /// Returns the interfaces in the bridge, each with its number.
-fn ports() -> Vec<String> {
+pub(crate) fn ports() -> Vec<String> {
     let links = ip(&format!("-o link show master {BRIDGE}"));
     links.lines().map(|line| line.split('<').next().unwrap().to_owned()).collect()
 }
 
 /// Returns how many open taps the domain's QEMU has.
-fn open_taps(domain: &Domain<'_>) -> usize {
+pub(crate) fn open_taps(domain: &Domain<'_>) -> usize {
     descriptors(domain.process().pid).values().filter(|file| *file == "/dev/net/tun").count()
 }
 
@@ -35,7 +35,7 @@ pub(crate) fn accessible(binary: &Path) -> PathBuf {
 
 /// Replaces the domain's QEMU by the one of `binary`, under traffic in both directions.
 #[track_caller]
-fn replace_under_traffic(domain: &Domain<'_>, binary: &Path) {
+pub(crate) fn replace_under_traffic(domain: &Domain<'_>, binary: &Path) {
     let (stream, pings) = (Stream::begin(domain), Pings::begin(domain));
     let (source, before) = (domain.process(), (ports(), open_taps(domain)));
     let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];

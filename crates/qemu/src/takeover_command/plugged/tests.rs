@@ -7,7 +7,7 @@ use crate::options::Options;
 use crate::ramblock::RamBlock;
 use crate::syntax::Syntax;
 use crate::takeover_command::tests::{facts, rewrite_line};
-use crate::takeover_command::{Drive, RunningFacts};
+use crate::takeover_command::{Descriptor, Drive, PluggedNetwork, RunningFacts, SourceDescriptor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -95,14 +95,47 @@ fn a_plugged_disk_has_its_image_and_what_was_chosen() {
 }
 
 #[test]
+fn a_plugged_card_has_its_tap_and_an_unplugged_one_leaves_none() {
+    let card = device("card", "virtio-net-pci", Some("/machine/i440fx/pci.0"), &json!({"netdev": "n1"}));
+    let mut facts = facts_with(vec![card]);
+    let network = |numbers: &[i32]| PluggedNetwork { kind: "tap".into(), descriptors: Some(numbers.to_vec()) };
+    facts.plugged_networks.insert("n1".into(), network(&[41, 42]));
+    facts.removed_networks.insert("n0".into());
+    let tap = |number: i32| (number, SourceDescriptor::Tap { interface: "vnet1".into() });
+    // Before, a card of this name was unplugged, whose tap had a number that the new one's has now.
+    let line = "-display none -netdev tap,fd=41,id=n1,vhost=on,vhostfd=43 -device virtio-net-pci,netdev=n1,id=card \
+                -netdev user,id=n0,hostfwd=tcp::1-:2 -device virtio-net-pci,id=gone,netdev=n0";
+    let rewritten = rewrite_line(line, &facts, &[tap(41), tap(42)], Syntax::default()).unwrap();
+    let netdevs: Vec<&String> =
+        rewritten.arguments.windows(2).filter(|pair| pair[0] == "-netdev").map(|pair| &pair[1]).collect();
+    let passed = rewritten.descriptors.iter().filter_map(|(number, descriptor)| match descriptor {
+        Descriptor::Tap { source, interface } => Some((*number, *source, interface.as_str())),
+        _ => None,
+    });
+    let passed: Vec<_> = passed.collect();
+    let [(first, 41, "vnet1"), (second, 42, "vnet1")] = passed[..] else { panic!("{passed:?}") };
+    assert_eq!(netdevs, [&format!("type=tap,id=n1,fds={first}:{second}")]);
+    assert!(rewritten.forwards.is_empty());
+    // The kernel serves it, if QEMU has a vhost device for each queue.
+    let vhost = |number: i32| (number, SourceDescriptor::VhostNet);
+    let open = [tap(41), tap(42), vhost(50), vhost(51)];
+    let rewritten = rewrite_line("-display none", &facts, &open, Syntax::default()).unwrap();
+    assert!(rewritten.arguments.iter().any(|argument| argument.contains("vhost=on") && argument.contains("vhostfds=")));
+    let refused = rewrite_line("-display none", &facts, &open[..3], Syntax::default()).unwrap_err();
+    assert!(refused[0].why.contains("vhost-net"), "{refused:?}");
+}
+
+#[test]
 fn what_cannot_be_opened_again_is_named() {
     let mut with_nbd = facts_with(vec![disk("top")]);
     add_image(&mut with_nbd, "nbd://host/export");
     assert!(refused(&with_nbd)[0].starts_with("device disk: it was plugged in while the guest ran, and not all"));
     let card = device("card", "virtio-net-pci", Some("/machine/i440fx/pci.0"), &json!({"netdev": "n1"}));
-    assert!(refused(&facts_with(vec![card]))[0].contains("does not carry over its network yet"));
-    let card = " -netdev user,id=n1,hostfwd=tcp::1-:2 -device virtio-net-pci,id=card,netdev=n1";
-    assert!(refused_line(card, &facts(&[]))[0].starts_with("device card: it was unplugged"));
+    assert!(refused(&facts_with(vec![card.clone()]))[0].contains("does not list the network"));
+    let mut with_user_network = facts_with(vec![card]);
+    let network = PluggedNetwork { kind: "user".into(), descriptors: None };
+    with_user_network.plugged_networks.insert("n1".into(), network);
+    assert!(refused(&with_user_network)[0].starts_with("network n1 (user): its card was plugged in"));
     let unnamed = RunningFacts { plugged_without_id: vec!["virtio-rng-pci".into()], ..facts(&[]) };
     assert!(refused(&unnamed)[0].starts_with("device virtio-rng-pci without an id"));
     let hardware = device("gpu", "vfio-pci", Some("/machine/i440fx/pci.0"), &json!({}));
