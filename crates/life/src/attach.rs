@@ -239,7 +239,8 @@ fn inspect_guest(adopted: &Adopted, monitor: &Monitor, qmp: &mut Qmp) -> Result<
     let description = foreign::describe(adopted, qmp)?;
     let has_tpm_emulator = description.as_ref().is_ok_and(|description| description.machine.has_tpm_emulator);
     if has_tpm_emulator && !matches!(monitor, Monitor::Libvirt { .. }) {
-        let why = "only libvirt can start its emulator again: start it without".into();
+        let why = "only libvirt can start the emulator of a restored guest: start the guest without a TPM, or name its domain \
+                   (--libvirt)".into();
         obstacles.push(Obstacle { what: "its TPM".into(), why });
     }
     match description {

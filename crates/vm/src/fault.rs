@@ -112,6 +112,7 @@ pub const POINTS: &[&str] = &[
 /// Every fault point of the replacement of the QEMU of a libvirt domain, in the order in which it passes them.
 pub const DOMAIN_POINTS: &[&str] = &[
     "replace.prepare.journalled",
+    "replace.prepare.tpm-unlocked",
     "replace.prepare.tpm-started",
     "replace.prepare.spawned",
     "replace.prepare.compared",
@@ -127,13 +128,13 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "replace.resume.journalled",
     "replace.resume.resumed",
     "replace.give-back.frozen",
+    "replace.give-back.tpm-passed",
     "replace.give-back.graphics-passed",
     "libvirt.give-back.status-written",
     "libvirt.give-back.pid-written",
     "libvirt.give-back.daemon-started",
     "libvirt.give-back.reconnected",
     "replace.settle.journalled",
-    "replace.settle.tpm-settled",
     "replace.settle.source-gone",
 ];
 

@@ -241,31 +241,40 @@ pub struct PassedListener {
     pub spare: RawFd,
 }
 
-/// The emulators of a TPM: that of the source, and the one that continues it for the destination.
+/// The emulator of the source's TPM, and the one that continues it for the destination.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedTpm {
-    /// The number of the source's process.
+    /// The source's.
+    pub source: EmulatorProcess,
+    /// The destination's; `None` before it was started.
+    pub successor: Option<EmulatorProcess>,
+    /// The socket of the source's. The successor's replaces it.
+    pub socket: PassedFile,
+    /// The file with the number of the source's process, if there is one.
+    pub pid_file: Option<PathBuf>,
+    /// The file that it has locked. Old versions lock none.
+    pub lock: MovedFile,
+}
+
+/// A process that emulates a TPM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EmulatorProcess {
+    /// Its number.
     pub pid: u32,
     /// When it was started, in clock ticks since the host's boot.
     pub started: u64,
-    /// The socket at which it listens.
-    pub socket: PassedFile,
-    /// The file with the number of its process, if there is one.
-    pub pid_file: Option<PathBuf>,
-    /// The file that it has locked, if it locks one.
-    pub lock: Option<MovedFile>,
 }
 
-/// A file of the source that is out of the destination's way.
+/// A file that both processes open at the same path. The source's is renamed before.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MovedFile {
-    /// Where each process expects it.
+    /// Where both expect it.
     pub path: PathBuf,
     /// Where the source's is until the source has ended, or the guest has returned to it.
     pub moved: PathBuf,
 }
 
-/// A file that two processes cannot have.
+/// A file of which each process has its own. The destination's replaces the source's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedFile {
     /// Where the guest's manager has it.

@@ -81,7 +81,7 @@ fn a_second_replacement_connects_to_another_emulator_of_the_tpm() {
     assert_eq!(server, "/run/libvirt/qemu/swtpm/6-golden-tpm-swtpm.sock");
     line.arguments = first.arguments.clone();
     // The path at which the second emulator has listened.
-    let second = "/run/libvirt/qemu/swtpm/6-golden-tpm-swtpm.rekindle.sock".to_owned();
+    let second = "/run/libvirt/qemu/swtpm/6-golden-tpm-swtpm.sock.rekindle".to_owned();
     line.open.insert(*number, SourceDescriptor::Client { server: second.clone() });
     assert_eq!(emulators(&line.rewrite().unwrap()), [(*number, second)]);
     line.open.insert(*number, SourceDescriptor::Other);

@@ -34,6 +34,9 @@ pub(crate) fn give(
     let passed = passed(handover)?;
     source::freeze(handover)?;
     handover.pass("replace.give-back.frozen");
+    // Before the guest's manager is back: it may end the guest, and its TPM.
+    tpm::pass(passed)?;
+    handover.pass("replace.give-back.tpm-passed");
     // In the place of the destination's stand-ins: two QEMUs that accept connections of one socket would steal each
     // other's clients.
     let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
@@ -59,8 +62,6 @@ pub(crate) fn end_source(handover: &mut Handover, destination: &Vmm, qmp: &mut Q
     }
     handover.advance(Step::Settle)?;
     handover.pass("replace.settle.journalled");
-    tpm::settle(passed(handover)?)?;
-    handover.pass("replace.settle.tpm-settled");
     if let Some(source) = handover.live_source() {
         source.kill().map_err(handover.file_error("qemu"))?;
     }

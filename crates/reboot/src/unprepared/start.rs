@@ -54,7 +54,9 @@ pub(crate) fn start_destination(
         takeover.expect_vhost();
     }
     if let Some(tpm) = &mut inspected.tpm {
-        tpm.start(handover.name())?;
+        tpm.start(handover)?;
+    } else {
+        handover.pass("replace.prepare.tpm-unlocked");
     }
     handover.pass("replace.prepare.tpm-started");
     let environment = UnpreparedEnvironment { rundir: &rundir, inspected, ram: &ram, log };

@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | start of the destination | serves the source | waits with a socket of its own, and has not opened the TPM's state |
 //! | pause | QEMU reads the state from it, with those of the devices | gets the state from QEMU, and writes it to its directory |
-//! | end of the source | is killed, so that it removes and writes nothing | its socket and its pid file replace those of the source's |
+//! | the source is frozen, the guest runs in the destination | is killed, so that it removes and writes nothing | its socket and its pid file replace those of the source's |
 //! | after a failure | continues, and writes its state at the next change | is killed, and its socket is removed |
 //!
 //! Both have the same directory. The second one opens the state there only when QEMU gives it one, and locks the file `.lock`
@@ -16,17 +16,21 @@
 use super::{UnpreparedError, pid_file};
 use crate::error::RebootError;
 use command_fds::FdMapping;
+use rekindle_handover::Handover;
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::{Launch, ProcessEnvironment};
+use rekindle_qemu::program::Program;
 use rekindle_qemu::takeover_command::{CommandLine, Descriptor, ListenAddress, SourceDescriptor, open_descriptors};
-use rekindle_vm::journal::{MovedFile, PassedFile, PassedParts, PassedTpm};
+use rekindle_vm::journal::{EmulatorProcess, MovedFile, PassedFile, PassedParts, PassedTpm};
 use rekindle_vm::rundir::ignore_missing;
+use rustix::fs::{Mode, OFlags, open};
+use rustix::process::geteuid;
 use std::ffi::OsString;
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::{OwnedFd, RawFd};
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -40,10 +44,17 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// End of the socket's name until the source has ended.
 const WAITING: &str = ".rekindle";
 /// Settings that name a descriptor of the source's emulator, or a file that it has removed.
-const NOT_REPEATABLE: [&str; 5] = ["fd", "clientfd", "pwdfd", "pwdfile-fd", "remove"];
+const NOT_REPEATABLE: [&str; 4] = ["fd", "pwdfd", "pwdfile-fd", "remove"];
+/// Settings of the control channel about a socket that the emulator makes itself.
+const OWN_SOCKET: [&str; 7] = ["type", "path", "mode", "uid", "gid", "fd", "clientfd"];
+/// Options that mean the same for another emulator.
+const KEPT_OPTIONS: [&str; 8] =
+    ["--tpmstate", "--log", "--key", "--migration-key", "--migration", "--locality", "--seccomp", "--profile"];
+const KEPT_SWITCHES: [&str; 5] = ["--tpm2", "--terminate", "-t", "--daemon", "-d"];
+
 /// The number at which the emulator inherits its socket.
 const LISTENER: RawFd = 3;
-/// The command of an emulator that asks what it can do, and the length of its reply.
+/// The command that asks an emulator what it can do, and the length of the reply.
 const GET_CAPABILITY: [u8; 4] = 1_u32.to_be_bytes();
 const CAPABILITY_BYTES: usize = 8;
 
@@ -51,7 +62,7 @@ const CAPABILITY_BYTES: usize = 8;
 #[derive(Debug)]
 pub(crate) struct TpmEmulator {
     process: Process,
-    binary: PathBuf,
+    program: PathBuf,
     environment: ProcessEnvironment,
     /// Arguments of the destination's emulator.
     arguments: Vec<String>,
@@ -74,47 +85,54 @@ pub(crate) fn inspect(line: &CommandLine) -> Result<Option<TpmEmulator>, String>
 
 fn of_server(server: &str) -> Result<TpmEmulator, String> {
     if !server.starts_with('/') {
-        return Err("its path is relative: start it with the full path".into());
+        return Err("this path is relative: start QEMU and the emulator with the full path".into());
     }
-    let [process] = emulators_at(Path::new(server)).map_err(|e| e.to_string())?[..] else {
-        return Err(format!("no process, or several, of the program {PROGRAM} listens there"));
+    let process = match emulators_at(Path::new(server)).map_err(|e| e.to_string())?[..] {
+        [process] => process,
+        [] => return Err(format!("no process of the program {PROGRAM} listens there")),
+        ref several => {
+            let pids: Vec<String> = several.iter().map(|process| process.pid.to_string()).collect();
+            return Err(format!("several processes listen there: {}; end the ones without a guest", pids.join(", ")));
+        }
     };
-    let words = fs::read(format!("/proc/{}/cmdline", process.pid)).map_err(|e| e.to_string())?;
-    let words = words.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    let words: Vec<String> = words.skip(1).collect();
-    let successor = Successor::of(words.strip_suffix(&[String::new()]).unwrap_or(&words))?;
+    let program = Program::of(process).map_err(|e| e.to_string())?;
+    if !program.start.is_file() {
+        return Err(format!("its program {} does not exist any more: install it", program.start.display()));
+    }
+    let successor = Successor::of(&program.arguments)?;
     let environment = ProcessEnvironment::of(process).map_err(|e| e.to_string())?;
-    let binary = fs::read_link(format!("/proc/{}/exe", process.pid)).map_err(|e| e.to_string())?;
     let socket = waiting_socket(Path::new(server));
     let pid_file = successor.pid_file.unwrap_or_else(|| socket.path.with_extension("pid"));
     let passed = PassedTpm {
-        pid: process.pid,
-        started: process.started,
+        source: EmulatorProcess { pid: process.pid, started: process.started },
+        successor: None,
         pid_file: Some(pid_file).filter(|path| pid_file::names(path, process.pid)),
-        lock: successor.state_directory.map(|directory| moved_lock(&directory)),
+        lock: moved_lock(&successor.state_directory),
         socket,
     };
-    Ok(TpmEmulator { process, binary, environment, arguments: successor.arguments, passed, connection: None })
+    let arguments = successor.arguments;
+    Ok(TpmEmulator { process, program: program.start, environment, arguments, passed, connection: None })
 }
 
-/// Lists the emulators whose socket was made at this path. It may have been renamed since.
+/// Lists the emulators of this mount namespace whose socket was made at this path. It may have been renamed since.
 fn emulators_at(path: &Path) -> io::Result<Vec<Process>> {
+    let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/mnt"));
+    let own_namespace = namespace("self")?;
+    let is_here = |open: &SourceDescriptor| match open {
+        SourceDescriptor::Listener(ListenAddress::Unix(bound)) => Path::new(bound) == path,
+        _ => false,
+    };
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let Ok(process) = Process::of(pid) else { continue };
         let is_emulator = fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == PROGRAM);
-        if is_emulator {
-            let is_here = |open: &SourceDescriptor| match open {
-                SourceDescriptor::Listener(ListenAddress::Unix(bound)) => Path::new(bound) == path,
-                _ => false,
-            };
-            match open_descriptors(process) {
-                Ok(open) if open.values().any(is_here) => found.push(process),
-                // It has ended.
-                Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
+        // A process that cannot be inspected has ended.
+        if is_emulator
+            && namespace(&pid.to_string()).is_ok_and(|namespace| namespace == own_namespace)
+            && open_descriptors(process).is_ok_and(|open| open.values().any(is_here))
+        {
+            found.push(process);
         }
     }
     Ok(found)
@@ -137,7 +155,7 @@ fn moved_lock(state_directory: &Path) -> MovedFile {
 struct Successor {
     arguments: Vec<String>,
     pid_file: Option<PathBuf>,
-    state_directory: Option<PathBuf>,
+    state_directory: PathBuf,
 }
 
 impl Successor {
@@ -145,41 +163,34 @@ impl Successor {
         if arguments.first().is_none_or(|kind| kind != "socket") {
             return Err(format!("it is no `{PROGRAM} socket`"));
         }
-        let mut successor = Self { arguments: Vec::new(), pid_file: None, state_directory: None };
-        let mut rest = arguments.iter();
+        let mut successor = Self { arguments: vec!["socket".into()], pid_file: None, state_directory: PathBuf::new() };
+        let mut rest = arguments.iter().skip(1);
         while let Some(word) = rest.next() {
+            if KEPT_SWITCHES.contains(&word.as_str()) {
+                successor.arguments.push(word.clone());
+                continue;
+            }
             // `--ctrl VALUE` or `--ctrl=VALUE`
-            let (option, mut value) = match word.split_once('=') {
-                Some((option, value)) if option.starts_with("--") => (option, Some(value.to_owned())),
-                _ => (word.as_str(), None),
+            let (option, value) = match word.split_once('=') {
+                Some((option, value)) if option.starts_with("--") => (option, Some(value)),
+                _ => (word.as_str(), rest.next().map(String::as_str)),
             };
-            match option {
-                "--ctrl" | "--pid" | "--tpmstate" | "--log" | "--key" | "--migration-key" | "--runas" | "-r"
-                    if value.is_none() =>
-                {
-                    value = rest.next().cloned();
-                }
-                "--server" | "--port" | "-p" | "--fd" | "-f" => return Err(format!("{option} is not supported yet")),
-                _ => {}
-            }
-            match value {
-                Some(value) => successor.add(option, Settings::parse(&value))?,
-                None => successor.arguments.push(word.clone()),
-            }
+            successor.add(option, Settings::parse(value.unwrap_or_default()))?;
         }
-        Ok(successor)
+        if successor.state_directory.is_absolute() {
+            return Ok(successor);
+        }
+        Err("its state is in no directory that is named by a full path (--tpmstate dir=)".into())
     }
 
     fn add(&mut self, option: &str, mut settings: Settings) -> Result<(), String> {
         match option {
-            "--ctrl" => settings = Settings::parse(&format!("type=unixio,fd={LISTENER}")),
-            _ => {
-                if let Some(key) = NOT_REPEATABLE.iter().find(|key| settings.get(key).is_some()) {
-                    return Err(format!("{option} {key}=: another emulator cannot be started with it"));
-                }
+            "--ctrl" => {
+                settings.0.retain(|setting| !OWN_SOCKET.contains(&setting.split('=').next().unwrap_or_default()));
+                settings.0.splice(0..0, ["type=unixio".to_owned(), format!("fd={LISTENER}")]);
+                self.arguments.extend([option.to_owned(), settings.0.join(",")]);
+                return Ok(());
             }
-        }
-        match option {
             // AppArmor may forbid it, and a process removes its pid file when it ends.
             "--pid" => {
                 self.pid_file = settings.get("file").map(PathBuf::from);
@@ -187,13 +198,17 @@ impl Successor {
             }
             // It is started as the user that the source's has changed to.
             "--runas" | "-r" => return Ok(()),
-            "--tpmstate" => {
-                let uri = settings.get("backend-uri").and_then(|uri| uri.strip_prefix("dir://"));
-                self.state_directory = settings.get("dir").or(uri).map(PathBuf::from);
-            }
-            "--log" => settings.0.retain(|setting| setting != "truncate"),
-            _ => {}
+            kept if KEPT_OPTIONS.contains(&kept) => {}
+            other => return Err(format!("its option {other} is not supported yet")),
         }
+        if let Some(key) = NOT_REPEATABLE.iter().find(|key| settings.get(key).is_some()) {
+            return Err(format!("{option} {key}=: another emulator cannot be started with it"));
+        }
+        if option == "--tpmstate" {
+            let uri = settings.get("backend-uri").and_then(|uri| uri.strip_prefix("dir://"));
+            self.state_directory = settings.get("dir").or(uri).map(PathBuf::from).unwrap_or_default();
+        }
+        settings.0.retain(|setting| option != "--log" || setting != "truncate");
         self.arguments.extend([option.to_owned(), settings.0.join(",")]);
         Ok(())
     }
@@ -213,21 +228,26 @@ impl Settings {
 }
 
 impl TpmEmulator {
-    /// Starts the emulator of the destination, and connects to it.
-    pub(crate) fn start(&mut self, name: &str) -> Result<(), RebootError> {
-        end_successor(&self.passed)?;
-        if let Some(MovedFile { path, moved }) = &self.passed.lock {
-            ignore_missing(fs::rename(path, moved)).map_err(RebootError::file(path))?;
-        }
-        let waiting = &self.passed.socket.waiting;
+    /// Starts the emulator of the destination, records it in the journal, and connects to it.
+    pub(crate) fn start(&mut self, handover: &mut Handover) -> Result<(), RebootError> {
+        let (waiting, MovedFile { path, moved }) = (&self.passed.socket.waiting, &self.passed.lock);
+        // A power failure may have left them.
+        ignore_missing(fs::remove_file(waiting)).map_err(RebootError::file(waiting))?;
+        ignore_missing(fs::remove_file(moved)).map_err(RebootError::file(moved))?;
+        ignore_missing(fs::rename(path, moved)).map_err(RebootError::file(path))?;
+        handover.pass("replace.prepare.tpm-unlocked");
         let listener = self.listen().map_err(RebootError::file(waiting))?;
         let descriptors = self.descriptors(listener).map_err(RebootError::file(waiting))?;
         let arguments: Vec<OsString> = self.arguments.iter().map(OsString::from).collect();
-        let launch = Launch { program: &self.binary, arguments: &arguments, descriptors, lock: None };
-        self.environment.spawn(launch).map_err(UnpreparedError::from)?;
+        let launch = Launch { program: &self.program, arguments: &arguments, descriptors, lock: None };
+        let Process { pid, started } = self.environment.spawn(launch).map_err(UnpreparedError::from)?;
+        if let Some(tpm) = handover.journal.operation.passed.as_mut().and_then(|passed| passed.tpm.as_mut()) {
+            tpm.successor = Some(EmulatorProcess { pid, started });
+        }
+        handover.journal.write().map_err(handover.file_error("operation.json"))?;
         let connected = connect(waiting).map_err(|source| {
-            let command = format!("{PROGRAM} {}", self.arguments.join(" "));
-            UnpreparedError::Tpm { name: name.into(), command, source }
+            let command = format!("{} {}", self.program.display(), self.arguments.join(" "));
+            UnpreparedError::Tpm { name: handover.name().into(), command, source }
         })?;
         self.connection = Some(connected);
         Ok(())
@@ -237,9 +257,15 @@ impl TpmEmulator {
     fn listen(&self) -> io::Result<OwnedFd> {
         let PassedFile { path, waiting } = &self.passed.socket;
         let listener = UnixListener::bind(waiting)?;
-        let socket = fs::symlink_metadata(path)?;
-        fs::set_permissions(waiting, Permissions::from_mode(socket.mode() & 0o7777))?;
-        chown(waiting, Some(socket.uid()), Some(socket.gid()))?;
+        // The directory belongs to another user, which could plant a link to a file of root.
+        let made = File::from(open(waiting, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?);
+        let (ours, source) = (made.metadata()?, fs::symlink_metadata(path)?);
+        if !ours.file_type().is_socket() || ours.uid() != geteuid().as_raw() || !source.file_type().is_socket() {
+            return Err(io::Error::other("another process has replaced this socket"));
+        }
+        let made = format!("/proc/self/fd/{}", made.as_raw_fd());
+        fs::set_permissions(&made, Permissions::from_mode(source.mode() & 0o777))?;
+        chown(&made, Some(source.uid()), Some(source.gid()))?;
         Ok(listener.into())
     }
 
@@ -272,39 +298,49 @@ fn connect(socket: &Path) -> io::Result<UnixStream> {
 /// Ends the emulator of the source, and gives that of the destination its place. Can be repeated.
 ///
 /// *Needs:* the source is frozen, or has ended, and the guest runs in the destination.
-pub(crate) fn settle(passed: &PassedParts) -> Result<(), RebootError> {
+pub(crate) fn pass(passed: &PassedParts) -> Result<(), RebootError> {
     let Some(tpm) = &passed.tpm else { return Ok(()) };
-    let source = Process { pid: tpm.pid, started: tpm.started };
-    kill(source, &tpm.socket.path)?;
-    if let Some(path) = &tpm.pid_file {
-        let emulators = emulators_at(&tpm.socket.waiting).map_err(RebootError::file(path))?;
-        if let Some(successor) = emulators.iter().find(|process| **process != source) {
-            pid_file::rewrite(path, successor.pid).map_err(RebootError::file(path))?;
-        }
+    end_source(passed)?;
+    if let (Some(path), Some(successor)) = (&tpm.pid_file, tpm.successor) {
+        pid_file::rewrite(path, successor.pid).map_err(RebootError::file(path))?;
     }
     let PassedFile { path, waiting } = &tpm.socket;
     ignore_missing(fs::rename(waiting, path)).map_err(RebootError::file(path))?;
-    let unlocked = tpm.lock.as_ref().map_or(Ok(()), |lock| ignore_missing(fs::remove_file(&lock.moved)));
-    unlocked.map_err(RebootError::file(&tpm.socket.path))
+    ignore_missing(fs::remove_file(&tpm.lock.moved)).map_err(RebootError::file(&tpm.lock.moved))
+}
+
+/// Ends the emulator of the source, whose state is older than that of the destination's. Can be repeated.
+///
+/// *Needs:* the guest does not return to the source.
+pub(crate) fn end_source(passed: &PassedParts) -> Result<(), RebootError> {
+    passed.tpm.as_ref().map_or(Ok(()), |tpm| kill(process(tpm.source), &tpm.socket.path))
 }
 
 /// Ends the emulator of a destination that has ended. Can be repeated.
-pub(crate) fn end(passed: &PassedParts) -> Result<(), RebootError> {
-    passed.tpm.as_ref().map_or(Ok(()), end_successor)
-}
-
-fn end_successor(tpm: &PassedTpm) -> Result<(), RebootError> {
-    let failed = RebootError::file(&tpm.socket.waiting);
-    let source = Process { pid: tpm.pid, started: tpm.started };
-    for process in emulators_at(&tpm.socket.waiting).map_err(&failed)? {
+pub(crate) fn end_successor(passed: &PassedParts) -> Result<(), RebootError> {
+    let Some(tpm) = &passed.tpm else { return Ok(()) };
+    let (source, waiting) = (process(tpm.source), &tpm.socket.waiting);
+    // If Rekindle was killed when it had just started it, the journal does not name it.
+    let found = match tpm.successor {
+        Some(successor) => vec![process(successor)],
+        None => emulators_at(waiting).map_err(RebootError::file(waiting))?,
+    };
+    for emulator in found {
         // The socket of the source's was there until an earlier replacement had ended.
-        if process != source {
-            kill(process, &tpm.socket.waiting)?;
+        if emulator != source {
+            kill(emulator, waiting)?;
         }
     }
-    ignore_missing(fs::remove_file(&tpm.socket.waiting)).map_err(&failed)?;
-    let locked = tpm.lock.as_ref().map_or(Ok(()), |lock| ignore_missing(fs::rename(&lock.moved, &lock.path)));
-    locked.map_err(RebootError::file(&tpm.socket.path))
+    ignore_missing(fs::remove_file(waiting)).map_err(RebootError::file(waiting))?;
+    let MovedFile { path, moved } = &tpm.lock;
+    if source.is_alive() {
+        return ignore_missing(fs::rename(moved, path)).map_err(RebootError::file(moved));
+    }
+    ignore_missing(fs::remove_file(moved)).map_err(RebootError::file(moved))
+}
+
+fn process(EmulatorProcess { pid, started }: EmulatorProcess) -> Process {
+    Process { pid, started }
 }
 
 /// Kills an emulator: one that ends by itself removes its socket and its pid file, which may belong to another one then.
@@ -331,13 +367,12 @@ mod tests {
 
     #[test]
     fn a_successor_has_the_same_settings_but_inherits_its_socket() {
-        let line = "socket --ctrl type=unixio,path=/r/1-a-swtpm.sock,mode=0600 --tpmstate dir=/s/tpm2,mode=0600 \
+        let line = "socket --ctrl type=unixio,path=/r/1-a-swtpm.sock,mode=0600,terminate --tpmstate dir=/s/tpm2,mode=0600 \
                     --log file=/l/a.log,truncate --terminate --tpm2 --pid file=/r/a.pid --runas tss";
         let first = successor(line).unwrap();
-        let expected =
-            "socket --ctrl type=unixio,fd=3 --tpmstate dir=/s/tpm2,mode=0600 --log file=/l/a.log --terminate --tpm2";
+        let expected = "socket --ctrl type=unixio,fd=3,terminate --tpmstate dir=/s/tpm2,mode=0600 --log file=/l/a.log --terminate --tpm2";
         assert_eq!(first.arguments.join(" "), expected);
-        assert_eq!((first.state_directory, first.pid_file), (Some("/s/tpm2".into()), Some("/r/a.pid".into())));
+        assert_eq!((first.state_directory, first.pid_file), ("/s/tpm2".into(), Some("/r/a.pid".into())));
         assert_eq!(Successor::of(&first.arguments).unwrap().arguments, first.arguments);
     }
 
@@ -356,5 +391,8 @@ mod tests {
         assert!(refused("socket --ctrl type=unixio,path=/a --key pwdfd=4").contains("--key pwdfd="));
         assert!(refused("socket --ctrl=type=unixio,path=/a --key file=/k,remove=true").contains("remove"));
         assert!(refused("socket --ctrl type=unixio,path=/a --server type=tcp,port=1").contains("--server"));
+        assert!(refused("socket --ctrl type=unixio,path=/a --flags not-need-init").contains("--flags"));
+        assert!(refused("socket --ctrl type=unixio,path=/a --tpmstate dir=tpm").contains("full path"));
+        assert!(refused("socket --ctrl type=unixio,path=/a --tpmstate backend-uri=file:///a").contains("full path"));
     }
 }

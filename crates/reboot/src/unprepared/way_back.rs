@@ -1,7 +1,7 @@
 //! The way back to the source after a failure: no QEMU but the source runs the guest.
 
 use super::{DESTINATION_GENERATION, passed, queues, source, spice, tpm};
-use crate::error::RebootError;
+use crate::error::{RebootError, with_causes};
 use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
 use rekindle_kernel::inject::Injector;
@@ -77,6 +77,8 @@ pub(crate) fn return_guest(
 
 /// Ends the QEMUs of a guest that is lost. Can be repeated.
 pub(crate) fn end_without_guest(handover: &Handover) -> Result<(), RebootError> {
+    // When its QEMU ends, it would write its state, which is older than the disks.
+    tpm::end_source(passed(handover)?)?;
     end_destination(handover)?;
     if let Some(source) = handover.live_source() {
         source.kill().map_err(handover.file_error("qemu"))?;
@@ -88,6 +90,9 @@ pub(crate) fn end_without_guest(handover: &Handover) -> Result<(), RebootError> 
 fn end_destination(handover: &Handover) -> Result<(), RebootError> {
     handover.end_destination()?;
     let passed = passed(handover)?;
-    tpm::end(passed)?;
+    // The guest must not wait for it.
+    if let Err(e) = tpm::end_successor(passed) {
+        tracing::error!("{}: the second emulator of its TPM cannot be removed: {}", handover.name(), with_causes(&e));
+    }
     spice::remove_stand_in(passed)
 }

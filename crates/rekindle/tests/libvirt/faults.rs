@@ -27,6 +27,7 @@ use Outcome::{Destination, ShutOff, Source};
 /// point there is no destination yet, and while the daemon is stopped there is no daemon to kill.
 const TABLE: &[(&str, [Outcome; 4])] = &[
     ("replace.prepare.journalled", [Source, ShutOff, Destination, Source]),
+    ("replace.prepare.tpm-unlocked", [Source, ShutOff, Destination, Source]),
     ("replace.prepare.tpm-started", [Source, ShutOff, Destination, Source]),
     ("replace.prepare.spawned", [Source, ShutOff, Source, Source]),
     ("replace.prepare.compared", [Source, ShutOff, Source, Source]),
@@ -42,13 +43,13 @@ const TABLE: &[(&str, [Outcome; 4])] = &[
     ("replace.resume.journalled", [Destination, Destination, Source, Destination]),
     ("replace.resume.resumed", [Destination, Destination, ShutOff, Destination]),
     ("replace.give-back.frozen", [Destination, Destination, ShutOff, Destination]),
+    ("replace.give-back.tpm-passed", [Destination, Destination, ShutOff, Destination]),
     ("replace.give-back.graphics-passed", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.status-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.pid-written", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.daemon-started", [Destination, Destination, ShutOff, Destination]),
     ("libvirt.give-back.reconnected", [Destination, Destination, ShutOff, Destination]),
     ("replace.settle.journalled", [Destination, Destination, ShutOff, Destination]),
-    ("replace.settle.tpm-settled", [Destination, Destination, ShutOff, Destination]),
     ("replace.settle.source-gone", [Destination, Destination, ShutOff, Destination]),
 ];
 

@@ -11,8 +11,8 @@ use crate::rundir::write_atomically;
 use rekindle_kernel::surroundings::{EnvironmentError, SecurityLabel};
 use rekindle_qemu::vmm::Vmm;
 use std::fs::{self, Permissions};
-use std::io;
-use std::os::unix::fs::PermissionsExt;
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -20,6 +20,8 @@ use std::process::{Command, Stdio};
 const PROFILES: &str = "/etc/apparmor.d/libvirt";
 /// The program by which libvirt loads them.
 const PARSER: &str = "/sbin/apparmor_parser";
+/// How often the profile is loaded, because libvirt changes what it includes.
+const MAX_LOADS: usize = 10;
 /// The end of each line that is ours.
 const MARK: &str = " # rekindle";
 /// What has a meaning in the path of a rule.
@@ -79,13 +81,12 @@ impl DomainProfile {
         let Some((before, end)) = without.rfind('}').map(|end| without.split_at(end)) else {
             return Err(self.failed("it is no profile".into()));
         };
-        self.write(&format!("{before}{rules}{end}"))?;
+        let new = format!("{before}{rules}{end}");
+        // libvirt loads the file, too, so it must never have rules that are rejected.
+        self.check(&new)?;
+        self.write(&new)?;
         // Also if the text is the same: a process may have been killed before this.
-        self.load().inspect_err(|_| {
-            if let Err(e) = self.write(&old) {
-                tracing::warn!(error = %e, "a profile of AppArmor has rules that cannot be loaded");
-            }
-        })
+        self.load()
     }
 
     fn write(&self, text: &str) -> Result<(), OverlayDisksError> {
@@ -97,10 +98,43 @@ impl DomainProfile {
         written.map_err(OverlayDisksError::io(&self.path))
     }
 
-    fn load(&self) -> Result<(), OverlayDisksError> {
+    /// Fails if the parser rejects a profile of this text.
+    fn check(&self, text: &str) -> Result<(), OverlayDisksError> {
         let mut command = Command::new(&self.parser);
-        command.arg("--replace").arg(&self.path).stdin(Stdio::null());
-        let output = command.output().map_err(OverlayDisksError::io(&self.parser))?;
+        command.args(["--skip-kernel-load", "--skip-cache"]).stdin(Stdio::piped());
+        self.run(command, text)
+    }
+
+    fn load(&self) -> Result<(), OverlayDisksError> {
+        for _ in 0..MAX_LOADS {
+            let before = self.included();
+            let mut command = Command::new(&self.parser);
+            command.arg("--replace").arg(&self.path).stdin(Stdio::null());
+            self.run(command, "")?;
+            // libvirt may have rewritten the included file, and loaded it, meanwhile.
+            if self.included() == before {
+                return Ok(());
+            }
+        }
+        Err(self.failed("libvirt changes it all the time".into()))
+    }
+
+    /// Identifies the content of the file that libvirt rewrites.
+    fn included(&self) -> Option<(u64, u64, i64, i64)> {
+        let mut path = self.path.clone().into_os_string();
+        path.push(".files");
+        let file = fs::metadata(path).ok()?;
+        Some((file.ino(), file.len(), file.mtime(), file.mtime_nsec()))
+    }
+
+    fn run(&self, mut command: Command, input: &str) -> Result<(), OverlayDisksError> {
+        let failed = || OverlayDisksError::io(&self.parser);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(failed())?;
+        if let Some(mut pipe) = child.stdin.take() {
+            // A parser that has ended is reported below.
+            let _ = pipe.write_all(input.as_bytes());
+        }
+        let output = child.wait_with_output().map_err(failed())?;
         if output.status.success() {
             return Ok(());
         }
@@ -164,10 +198,12 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_loaded_once_however_often_they_are_written_and_removed_without_a_trace() -> Result<(), Box<dyn Error>>
-    {
+    fn rules_are_checked_and_loaded_and_removed_without_a_trace() -> Result<(), Box<dyn Error>> {
         let folder = tempfile::tempdir()?;
-        let profile = profile(folder.path(), r#"cp "$2" loaded && echo "$1" >> calls"#)?;
+        let profile = profile(
+            folder.path(),
+            r#"echo "$1" >> calls; if [ "$1" = --replace ]; then cp "$2" loaded; else cat > checked; fi"#,
+        )?;
         let disk = disk(folder.path())?;
         profile.allow_merges(&[&disk])?;
         profile.allow_merges(&[&disk])?;
@@ -181,19 +217,22 @@ mod tests {
         profile.restore()?;
         assert_eq!(fs::read_to_string(&profile.path)?, FRESH);
         assert_eq!(fs::read_to_string(folder.path().join("loaded"))?, FRESH);
-        assert_eq!(fs::read_to_string(folder.path().join("calls"))?, "--replace\n".repeat(3));
+        assert_eq!(fs::read_to_string(folder.path().join("checked"))?, FRESH);
+        assert_eq!(fs::read_to_string(folder.path().join("calls"))?, "--skip-kernel-load\n--replace\n".repeat(3));
         Ok(())
     }
 
     #[test]
     fn a_profile_stays_as_it_was_if_its_parser_rejects_the_rules() -> Result<(), Box<dyn Error>> {
         let folder = tempfile::tempdir()?;
-        let profile = profile(folder.path(), "echo 'syntax error, unexpected TOK_ID' >&2; exit 1")?;
+        let script = "[ \"$1\" != --replace ] || touch loaded; echo 'syntax error, unexpected TOK_ID' >&2; exit 1";
+        let profile = profile(folder.path(), script)?;
         let disk = disk(folder.path())?;
         let failed = profile.allow_merges(&[&disk]).expect_err("the parser rejects the rules");
         assert!(failed.to_string().contains("unexpected TOK_ID"), "{failed}");
         assert!(failed.to_string().contains("AppArmor 4.1"), "{failed}");
         assert_eq!(fs::read_to_string(&profile.path)?, FRESH);
+        assert!(!folder.path().join("loaded").exists());
         Ok(())
     }
 

@@ -210,15 +210,18 @@ impl OverlayDisks {
         let Some(record) = OverlayRecord::read(rundir)? else {
             return if BlockGraph::read(qmp)?.has_overlays() { Err(OverlayDisksError::Unrecorded) } else { Ok(None) };
         };
-        apparmor::allow_merges(vmm, &record)?;
         let mut disks = Vec::new();
-        for recorded in record.disks {
+        for recorded in record.disks.clone() {
             disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
         }
         if disks.is_empty() {
             migration::permit(qmp)?;
             apparmor::forbid_merges(vmm);
             return Ok(None);
+        }
+        // A guest that an earlier process has stopped must not stay so for this.
+        if let Err(e) = apparmor::allow_merges(vmm, &record) {
+            tracing::warn!(error = %e, "AppArmor may deny merges of the disks' overlays");
         }
         Ok(Some(Self { vmm: vmm.clone(), disks, others: Vec::new() }))
     }
@@ -238,7 +241,10 @@ impl OverlayDisks {
     ) -> Result<Self, OverlayDisksError> {
         let adopted = Self::adopt(qmp, rundir, vmm)?;
         let record = match (&adopted, OverlayRecord::read(rundir)?) {
-            (Some(_), Some(record)) => record,
+            (Some(_), Some(record)) => {
+                apparmor::allow_merges(vmm, &record)?;
+                record
+            }
             _ => {
                 let record = OverlayRecord::plan(qmp, vmm, machine, vm, parent)?;
                 apparmor::allow_merges(vmm, &record)?;
