@@ -50,7 +50,9 @@ const OWN_SOCKET: [&str; 7] = ["type", "path", "mode", "uid", "gid", "fd", "clie
 /// Options that mean the same for another emulator.
 const KEPT_OPTIONS: [&str; 8] =
     ["--tpmstate", "--log", "--key", "--migration-key", "--migration", "--locality", "--seccomp", "--profile"];
-const KEPT_SWITCHES: [&str; 5] = ["--tpm2", "--terminate", "-t", "--daemon", "-d"];
+const KEPT_SWITCHES: [&str; 3] = ["--tpm2", "--terminate", "-t"];
+/// A process that puts itself into the background gets another number, which the journal would not name.
+const DROPPED_SWITCHES: [&str; 2] = ["--daemon", "-d"];
 
 /// The number at which the emulator inherits its socket.
 const LISTENER: RawFd = 3;
@@ -168,6 +170,9 @@ impl Successor {
         while let Some(word) = rest.next() {
             if KEPT_SWITCHES.contains(&word.as_str()) {
                 successor.arguments.push(word.clone());
+                continue;
+            }
+            if DROPPED_SWITCHES.contains(&word.as_str()) {
                 continue;
             }
             // `--ctrl VALUE` or `--ctrl=VALUE`
@@ -333,7 +338,9 @@ pub(crate) fn end_successor(passed: &PassedParts) -> Result<(), RebootError> {
     }
     ignore_missing(fs::remove_file(waiting)).map_err(RebootError::file(waiting))?;
     let MovedFile { path, moved } = &tpm.lock;
-    if source.is_alive() {
+    // If this operation has not moved it, a power failure has left it.
+    let is_moved = tpm.successor.is_some() || !path.exists();
+    if is_moved && source.is_alive() {
         return ignore_missing(fs::rename(moved, path)).map_err(RebootError::file(moved));
     }
     ignore_missing(fs::remove_file(moved)).map_err(RebootError::file(moved))
@@ -368,7 +375,7 @@ mod tests {
     #[test]
     fn a_successor_has_the_same_settings_but_inherits_its_socket() {
         let line = "socket --ctrl type=unixio,path=/r/1-a-swtpm.sock,mode=0600,terminate --tpmstate dir=/s/tpm2,mode=0600 \
-                    --log file=/l/a.log,truncate --terminate --tpm2 --pid file=/r/a.pid --runas tss";
+                    --log file=/l/a.log,truncate --terminate --tpm2 -d --pid file=/r/a.pid --runas tss";
         let first = successor(line).unwrap();
         let expected = "socket --ctrl type=unixio,fd=3,terminate --tpmstate dir=/s/tpm2,mode=0600 --log file=/l/a.log --terminate --tpm2";
         assert_eq!(first.arguments.join(" "), expected);
