@@ -79,7 +79,7 @@ impl DomainProfile {
             return Ok(());
         }
         let Some((before, end)) = without.rfind('}').map(|end| without.split_at(end)) else {
-            return Err(self.failed("it is no profile".into()));
+            return Err(self.failed("it has no end, `}`; let libvirt make it again: shut the domain down, remove the file, and start the domain".into()));
         };
         let new = format!("{before}{rules}{end}");
         // libvirt loads the file, too, so it must never have rules that are rejected.
@@ -102,7 +102,10 @@ impl DomainProfile {
     fn check(&self, text: &str) -> Result<(), OverlayDisksError> {
         let mut command = Command::new(&self.parser);
         command.args(["--skip-kernel-load", "--skip-cache"]).stdin(Stdio::piped());
-        self.run(command, text)
+        self.run(command, text).map_err(|e| match e {
+            OverlayDisksError::Profile { profile, why } => OverlayDisksError::AppArmor { profile, why },
+            e => e,
+        })
     }
 
     fn load(&self) -> Result<(), OverlayDisksError> {
@@ -116,7 +119,9 @@ impl DomainProfile {
                 return Ok(());
             }
         }
-        Err(self.failed("libvirt changes it all the time".into()))
+        Err(self.failed(
+            "libvirt changes what it includes all the time; repeat this when libvirt has no job with the domain".into(),
+        ))
     }
 
     /// Identifies the content of the file that libvirt rewrites.
@@ -142,7 +147,7 @@ impl DomainProfile {
     }
 
     fn failed(&self, why: String) -> OverlayDisksError {
-        OverlayDisksError::AppArmor { profile: self.path.clone(), why }
+        OverlayDisksError::Profile { profile: self.path.clone(), why }
     }
 }
 

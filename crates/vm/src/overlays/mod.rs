@@ -141,6 +141,8 @@ pub enum OverlayDisksError {
          (docs/protect-attached.md)", profile.display()
     )]
     AppArmor { profile: PathBuf, why: String },
+    #[error("AppArmor's profile {} cannot be changed: {why}", profile.display())]
+    Profile { profile: PathBuf, why: String },
 }
 
 impl OverlayDisksError {
