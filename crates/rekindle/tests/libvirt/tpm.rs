@@ -22,6 +22,14 @@ fn with_tpm(name: &str) -> DomainOptions<'_> {
     DomainOptions { firmware: Firmware::Uefi, devices: TPM, ..DomainOptions::new(name) }
 }
 
+/// Resets the guest, and waits until it has booted.
+fn reset(libvirt: &PrivateLibvirt, domain: &Domain<'_>) {
+    let boot_id = domain.ask("boot-id");
+    libvirt.virsh(&["reset", &domain.name]);
+    let is_other = || (domain.is_up() && domain.ask("boot-id") != boot_id).then_some(());
+    wait_for("the guest's next boot", DEADLINE, is_other);
+}
+
 /// Returns the emulators on this host that have the domain's state.
 fn emulators_of(domain: &Domain<'_>) -> Vec<Process> {
     let directory = format!("{EMULATOR_STATES}/{}/", domain.uuid());
@@ -73,9 +81,7 @@ fn what_the_tpm_has_measured_and_stored_goes_from_qemu_7_to_10_and_11_and_back()
         assert_eq!(fs::read_to_string(pid_file).unwrap().trim(), emulators[0].pid.to_string());
     }
     // The emulator has stored what is kept without power, and the register is clear after a start.
-    libvirt.virsh(&["reset", &domain.name]);
-    let is_other = || (domain.is_up() && domain.ask("boot-id") != boot_id).then_some(());
-    wait_for("the guest's next boot", DEADLINE, is_other);
+    reset(&libvirt, &domain);
     assert_eq!(tpm.variable(), written);
     assert_eq!(tpm.register(), "0".repeat(64));
     // libvirt ends the emulator that it did not start, and removes its files.
@@ -108,10 +114,7 @@ fn a_guest_that_returns_to_its_qemu_has_its_tpm_there() {
         assert_eq!(tpm.variable(), 7);
     }
     tpm.write_variable(8);
-    let boot_id = domain.ask("boot-id");
-    libvirt.virsh(&["reset", &domain.name]);
-    let is_other = || (domain.is_up() && domain.ask("boot-id") != boot_id).then_some(());
-    wait_for("the guest's next boot", DEADLINE, is_other);
+    reset(&libvirt, &domain);
     assert_eq!(tpm.variable(), 8);
 }
 
