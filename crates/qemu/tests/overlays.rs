@@ -92,8 +92,12 @@ impl Machine {
         self.vm.path(name).to_str().unwrap().to_owned()
     }
 
+    fn graph(&mut self) -> BlockGraph {
+        BlockGraph::read(&mut self.qmp).unwrap()
+    }
+
     fn chain(&mut self) -> OverlayChain {
-        BlockGraph::read(&mut self.qmp).unwrap().chain_of(DEVICE).unwrap()
+        self.graph().chain_of(DEVICE).unwrap()
     }
 
     /// Writes bytes of this value to one MiB of the disk and flushes them, as the guest. Without the flush, metadata of
@@ -180,7 +184,7 @@ fn run_epochs(binary: &Path, layout: Layout) {
     machine.end(&chain);
     assert_eq!(machine.base_content(), disk(&[1, 2, 3, 4]), "{layout:?}");
     assert_eq!(machine.chain(), before, "{layout:?}");
-    let graph = BlockGraph::read(&mut machine.qmp).unwrap();
+    let graph = machine.graph();
     assert!(!graph.node(&before.base).unwrap().read_only, "{layout:?}");
     for name in [first, second, third] {
         assert!(!graph.has_node(&name.node()) && !graph.has_node(&name.file_node()), "{layout:?} {name:?}");
@@ -201,7 +205,7 @@ fn interrupt_merge(binary: &Path, layout: Layout) {
     machine.try_mark(second).unwrap();
     let chain = machine.chain();
     overlay::start_merge(&mut machine.qmp, &chain, first, SLOW).unwrap();
-    assert_eq!(overlay::unfinished_merge(&mut machine.qmp, 0).unwrap(), Some(first));
+    assert_eq!(machine.graph().merge_of(0), Some(first));
     assert!(machine.chain().is_merging);
     let rejected = machine.try_mark(third);
     let is_busy =
@@ -287,7 +291,7 @@ fn an_overlay_that_cannot_be_made_leaves_no_node() {
     // QEMU opens a directory for reading and cannot write a header into it.
     let rejected = overlay::create(&mut machine.qmp, &chain, name, &machine.vm.path(""));
     assert!(rejected.is_err());
-    let graph = BlockGraph::read(&mut machine.qmp).unwrap();
+    let graph = machine.graph();
     assert!(!graph.has_node(&name.node()) && !graph.has_node(&name.file_node()));
     machine.create(1);
 }
@@ -337,9 +341,9 @@ fn a_merge_of_a_killed_process_is_checked_before_it_is_dismissed() {
     let unflushed = OverlayChain { base: chain.top(), ..chain.clone() };
     let checked = overlay::finish_merge(&mut machine.qmp, &unflushed, first, DEADLINE);
     assert!(matches!(checked, Err(BlockError::BaseNotFlushed { .. })), "{checked:?}");
-    assert_eq!(overlay::unfinished_merge(&mut machine.qmp, 0).unwrap(), Some(first));
+    assert_eq!(machine.graph().merge_of(0), Some(first));
     overlay::finish_merge(&mut machine.qmp, &chain, first, DEADLINE).unwrap();
-    assert_eq!(overlay::unfinished_merge(&mut machine.qmp, 0).unwrap(), None);
+    assert_eq!(machine.graph().merge_of(0), None);
 }
 
 /// Answers as a QEMU whose job ends at the second query, without any event, as libvirt's monitor relay does.

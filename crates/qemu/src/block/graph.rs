@@ -5,6 +5,7 @@
 
 use super::BlockError;
 use super::jobs::{Job, is_own_job};
+use super::libvirt;
 use super::names::{OverlayName, is_overlay_file};
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -118,13 +119,14 @@ fn by_name(nodes: Vec<NodeInfo>) -> BlockNodes {
 }
 
 impl BlockGraph {
-    /// Reads devices, nodes and jobs.
+    /// Reads jobs, nodes and devices, in this order: a merge that is not listed has ended, and the nodes show that.
     ///
     /// # Errors
     /// When QEMU does not answer.
     pub fn read(qmp: &mut Qmp) -> Result<Self, BlockError> {
+        let jobs = Job::list(qmp)?;
         let nested: Vec<NestedNode> = qmp.execute("query-blockstats", ())?;
-        Ok(Self::from_parts(nested, read_nodes(qmp)?, Job::list(qmp)?))
+        Ok(Self::from_parts(nested, read_nodes(qmp)?, jobs))
     }
 
     fn from_parts(nested: Vec<NestedNode>, nodes: BlockNodes, jobs: Vec<Job>) -> Self {
@@ -168,6 +170,20 @@ impl BlockGraph {
     /// Returns the jobs that are not Rekindle's. While there is one, no mark and no merge may start.
     pub fn foreign_jobs(&self) -> impl Iterator<Item = &Job> {
         self.jobs.iter().filter(|job| !is_own_job(&job.id))
+    }
+
+    /// Returns the merge of this disk that runs or has ended undismissed, as an earlier process may have left it.
+    #[must_use]
+    pub fn merge_of(&self, disk: u16) -> Option<OverlayName> {
+        let prefix = OverlayName::merge_job_prefix(disk);
+        let epoch = self.jobs.iter().find_map(|job| job.id.strip_prefix(&prefix)?.parse().ok())?;
+        Some(OverlayName { disk, epoch })
+    }
+
+    /// Returns libvirt's merge of this disk, which runs, or has ended and was not processed by libvirt yet.
+    #[must_use]
+    pub fn libvirt_merge_of(&self, target: &str) -> Option<&Job> {
+        libvirt::merge_among(&self.jobs, target)
     }
 
     /// Returns base and overlays of a device.

@@ -43,7 +43,11 @@ impl OverlayName {
     /// Returns the id of the job that merges epochs up to this one.
     #[must_use]
     pub fn merge_job(&self) -> String {
-        format!("rk-merge-{}-{}", self.disk, self.epoch)
+        format!("{}{}", Self::merge_job_prefix(self.disk), self.epoch)
+    }
+
+    pub(super) fn merge_job_prefix(disk: u16) -> String {
+        format!("rk-merge-{disk}-")
     }
 
     pub(super) fn create_job(&self) -> String {

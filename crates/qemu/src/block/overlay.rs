@@ -219,16 +219,6 @@ pub fn remove_unused(qmp: &mut Qmp, name: OverlayName) -> Result<(), BlockError>
     Ok(())
 }
 
-/// Returns the merge of this disk that runs or has ended undismissed, as an earlier process may have left it.
-///
-/// # Errors
-/// When QEMU does not answer.
-pub fn unfinished_merge(qmp: &mut Qmp, disk: u16) -> Result<Option<OverlayName>, QmpError> {
-    let prefix = format!("rk-merge-{disk}-");
-    let epoch = |job: Job| job.id.strip_prefix(&prefix)?.parse().ok();
-    Ok(Job::list(qmp)?.into_iter().find_map(epoch).map(|epoch| OverlayName { disk, epoch }))
-}
-
 /// Returns whether this QEMU knows an argument of a command.
 fn has_argument(qmp: &mut Qmp, command: &str, argument: &str) -> Result<bool, QmpError> {
     #[derive(Deserialize)]

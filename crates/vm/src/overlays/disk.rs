@@ -1,8 +1,10 @@
 //! The overlays of one disk: the steps of `rekindle_disk::overlay::plan`, taken in a running QEMU.
 
+use super::head::copy_data;
 use super::libvirt::{self, LATE_MERGE_TIMEOUT, LibvirtDisk};
 use super::record::{RecordedDisk, has_open, running_owner};
 use super::restore::{qemu_img_of, write_header};
+use super::view::DiskView;
 use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, overlay_name, owner_of};
 use crate::fault;
 use rekindle_disk::keeper::EpochId;
@@ -17,12 +19,10 @@ use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::libvirt::LibvirtMark;
 use rekindle_qemu::block::overlay::{self, Mark};
 use rekindle_qemu::block::{jobs, names::OverlayName};
-use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use rustix::fs::statvfs;
 use std::fs::{self, File, Permissions};
-use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -32,7 +32,7 @@ const MERGE_GRACE: Duration = Duration::from_secs(1);
 /// How long QEMU may take to merge all overlays while the guest runs.
 const END_TIMEOUT: Duration = Duration::from_secs(600);
 /// Lowest rate of a merge, in bytes per second: with less, a busy guest has ever more overlays.
-const MIN_MERGE_SPEED: u64 = 64 << 20;
+const MIN_MERGE_SPEED: u64 = 4 << 20;
 /// The directory of overlays can be entered by QEMU's user, and read by ours only.
 const DIRECTORY_MODE: u32 = 0o711;
 /// Largest overlay that was put early in vain and is copied in the next pause. A larger one gets another overlay.
@@ -63,6 +63,13 @@ struct Head {
     file: File,
 }
 
+/// A merge of the overlays up to an epoch.
+#[derive(Debug)]
+struct DueMerge {
+    chain: OverlayChain,
+    up_to: u64,
+}
+
 /// A disk with overlays.
 #[derive(Debug)]
 pub(super) struct OverlayDisk {
@@ -80,6 +87,7 @@ pub(super) struct OverlayDisk {
     /// Length of the disk for which `created` was made.
     created_bytes: u64,
     prepared: Option<Prepared>,
+    due_merge: Option<DueMerge>,
     /// The chain to end.
     ending: Option<OverlayChain>,
 }
@@ -121,35 +129,44 @@ impl OverlayDisk {
             created: None,
             created_bytes: 0,
             prepared: None,
+            due_merge: None,
             ending: None,
         }
     }
 
     /// Takes over the overlays of a disk; `None` if the device is on its image, which then has all writes.
-    pub fn adopt(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
+    pub fn adopt(
+        view: &mut DiskView<'_>,
+        recorded: RecordedDisk,
+        vmm: &Vmm,
+    ) -> Result<Option<Self>, OverlayDisksError> {
         let files = files_of(&recorded);
-        Self::adopt_own(qmp, recorded, vmm).map_err(|e| match (&e, OverlayDirectory::open(files)) {
+        Self::adopt_own(view, recorded, vmm).map_err(|e| match (&e, OverlayDirectory::open(files)) {
             (OverlayDisksError::ForeignSnapshot { .. }, Ok(Some(directory))) => permit_merge(directory.state(), e),
             _ => e,
         })
     }
 
-    fn adopt_own(qmp: &mut Qmp, recorded: RecordedDisk, vmm: &Vmm) -> Result<Option<Self>, OverlayDisksError> {
+    fn adopt_own(
+        view: &mut DiskView<'_>,
+        recorded: RecordedDisk,
+        vmm: &Vmm,
+    ) -> Result<Option<Self>, OverlayDisksError> {
         // It may be about to put the device on its image.
         match recorded.libvirt_disk() {
             Some(disk) => {
-                disk.chain(&BlockGraph::read(qmp)?)?;
-                libvirt_block::cancel_merge(qmp, &disk.target)?;
+                disk.chain(view.graph()?.as_ref())?;
+                libvirt_block::cancel_merge(view.change(), &disk.target)?;
                 // An end that was interrupted is completed below, and libvirt may still be recording it.
-                if disk.chain(&BlockGraph::read(qmp)?)?.overlays.is_empty() {
-                    disk.await_record(qmp)?;
+                if disk.chain(view.graph()?.as_ref())?.overlays.is_empty() {
+                    disk.await_record(view)?;
                 }
             }
-            None => overlay::cancel_end(qmp, recorded.number)?,
+            None => overlay::cancel_end(view.change(), recorded.number)?,
         }
         let directory = OverlayDirectory::open(files_of(&recorded))?;
         let Some(directory) = directory else {
-            let graph = BlockGraph::read(qmp)?;
+            let graph = view.graph()?;
             let chain = match recorded.libvirt_disk() {
                 Some(disk) => disk.chain(&graph)?,
                 None => graph.chain_of(&recorded.device)?,
@@ -160,13 +177,13 @@ impl OverlayDisk {
             return Err(other_qemu(&recorded));
         }
         let mut disk = Self::over(recorded, directory, vmm);
-        disk.remove_prepared_nodes(qmp)?;
-        if disk.found(qmp)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
-            disk.fence(&disk.chain_now(qmp)?)?;
+        disk.remove_prepared_nodes(view)?;
+        if disk.found(view)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
+            disk.fence(&disk.chain_now(view)?)?;
             return Ok(Some(disk));
         }
         // An end, or the preparation of the first mark, was interrupted in this QEMU.
-        disk.finish_end(qmp)?;
+        disk.finish_end(view)?;
         Ok(None)
     }
 
@@ -184,16 +201,16 @@ impl OverlayDisk {
     }
 
     /// Removes the nodes of overlays that are on no disk. An earlier process may have made them, and not durable.
-    fn remove_prepared_nodes(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+    fn remove_prepared_nodes(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         self.created = None;
         if self.libvirt.is_some() {
             return Ok(());
         }
-        let graph = BlockGraph::read(qmp)?;
+        let graph = view.graph()?;
         let chain = self.checked_chain(&graph)?;
         let newest = chain.overlays.last().map_or(self.directory.state().merged, |newest| newest.epoch);
         let unused: Vec<OverlayName> = graph.overlays_of(self.number()).filter(|name| name.epoch > newest).collect();
-        unused.into_iter().try_for_each(|name| Ok(overlay::remove_unused(qmp, name)?))
+        unused.into_iter().try_for_each(|name| Ok(overlay::remove_unused(view.change(), name)?))
     }
 
     /// Returns the nodes of the device after a check that only ours are on the recorded image.
@@ -217,17 +234,17 @@ impl OverlayDisk {
         }
     }
 
-    fn found(&self, qmp: &mut Qmp) -> Result<FoundOverlays, OverlayDisksError> {
+    fn found(&self, view: &mut DiskView<'_>) -> Result<FoundOverlays, OverlayDisksError> {
         // A merge may end at any time, so it is read before the chain.
         let is_merging = match &self.libvirt {
-            Some(disk) => disk.is_merging(qmp)?,
+            Some(disk) => disk.is_merging(view)?,
             None => false,
         };
-        let chain = self.checked_chain(&BlockGraph::read(qmp)?)?;
+        let chain = self.checked_chain(view.graph()?.as_ref())?;
         let merging = match &self.libvirt {
             // libvirt's job does not name the epoch, which is of no use: each disk has one job.
             Some(_) => is_merging.then(|| chain.overlays.last().map_or(0, |top| top.epoch)),
-            None => overlay::unfinished_merge(qmp, self.number())?.map(|up_to| up_to.epoch),
+            None => view.graph()?.merge_of(self.number()).map(|up_to| up_to.epoch),
         };
         let chain = chain.overlays.iter().map(|overlay| overlay.epoch).collect();
         Ok(FoundOverlays { chain, prepared: self.created, merging, files: self.directory.epochs()? })
@@ -248,8 +265,8 @@ impl OverlayDisk {
         }
     }
 
-    fn chain_now(&self, qmp: &mut Qmp) -> Result<OverlayChain, OverlayDisksError> {
-        self.checked_chain(&BlockGraph::read(qmp)?)
+    fn chain_now(&self, view: &mut DiskView<'_>) -> Result<OverlayChain, OverlayDisksError> {
+        self.checked_chain(view.graph()?.as_ref())
     }
 
     /// Notes the disks of the newest checkpoint. None of an earlier attempt can be committed any more.
@@ -276,31 +293,31 @@ impl OverlayDisk {
 
     /// Takes all steps that must precede a mark. A merge that is due waits until after it, unless the disk has too many
     /// overlays.
-    pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
-        self.prepare_own(qmp).map_err(|e| permit_merge(self.directory.state(), e))
+    pub fn prepare(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        self.prepare_own(view).map_err(|e| permit_merge(self.directory.state(), e))
     }
 
-    fn prepare_own(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+    fn prepare_own(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         self.prepared = None;
         for _ in 0..MAX_STEPS {
-            let found = self.found(qmp)?;
+            let found = self.found(view)?;
             let is_full = found.chain.len() >= MAX_OVERLAYS;
             match found.next_step(self.directory.state(), self.committed) {
-                OverlayStep::AwaitMerge { up_to } if is_full => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT)?,
-                OverlayStep::AwaitMerge { up_to } => self.finish_or_cancel_merge(qmp, up_to)?,
+                OverlayStep::AwaitMerge { up_to } if is_full => self.finish_merge(view, up_to, LATE_MERGE_TIMEOUT)?,
+                OverlayStep::AwaitMerge { up_to } => self.finish_or_cancel_merge(view, up_to)?,
                 OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if !is_full => {
-                    self.create_next(qmp, &found)?;
+                    self.create_next(view, &found)?;
                     break;
                 }
                 OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if self.put_in_vain(&found).is_some() => {
                     break;
                 }
                 OverlayStep::Done => break,
-                step => self.take_step(qmp, step, 0)?,
+                step => self.take_step(view, step)?,
             }
         }
         self.check_space()?;
-        let found = self.found(qmp)?;
+        let found = self.found(view)?;
         let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
         let put_in_vain = self.put_in_vain(&found);
         let epoch = match put_in_vain {
@@ -310,7 +327,7 @@ impl OverlayDisk {
         if !self.directory.state().may_be_marked {
             self.directory.record(|state| state.may_be_marked = true)?;
         }
-        let graph = BlockGraph::read(qmp)?;
+        let graph = view.graph()?;
         let chain = self.checked_chain(&graph)?;
         self.fence(&chain)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
@@ -372,31 +389,51 @@ impl OverlayDisk {
         if !*is_put {
             return Err(OverlayDisksError::NotReady { device, obstacle: MarkObstacle::NotPrepared });
         }
-        let copied = File::open(&*path).and_then(|mut overlay| io::copy(&mut overlay, file));
-        copied.map(drop).map_err(OverlayDisksError::io(path))
+        let copied = File::open(&*path).and_then(|overlay| copy_data(&overlay, file));
+        copied.map_err(OverlayDisksError::io(path))
     }
 
-    /// Takes all steps until a merge runs. The next overlay is made, too.
-    pub fn advance(&mut self, qmp: &mut Qmp, interval: Duration) -> Result<(), OverlayDisksError> {
+    /// Takes all steps up to the next merge, for [`OverlayDisk::start_due_merge`]. While a merge runs, or if none is due,
+    /// makes the next overlay.
+    pub fn advance(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        self.due_merge = None;
         for _ in 0..MAX_STEPS {
-            let found = self.found(qmp)?;
+            let found = self.found(view)?;
             match found.next_step(self.directory.state(), self.committed) {
-                OverlayStep::AwaitMerge { .. } => return self.create_next(qmp, &found),
+                OverlayStep::AwaitMerge { .. } => return self.create_next(view, &found),
                 OverlayStep::Done => break,
                 OverlayStep::Merge { up_to } => {
-                    let speed = self.merge_speed(&found, up_to, interval);
-                    self.take_step(qmp, OverlayStep::Merge { up_to }, speed)?;
+                    self.due_merge = Some(DueMerge { chain: self.chain_now(view)?, up_to });
+                    return Ok(());
                 }
-                step => self.take_step(qmp, step, 0)?,
+                step => self.take_step(view, step)?,
             }
         }
         Ok(())
     }
 
+    /// Starts the merge that [`OverlayDisk::advance`] has found to be next, so that it ends within `interval`.
+    pub fn start_due_merge(&mut self, view: &mut DiskView<'_>, interval: Duration) -> Result<(), OverlayDisksError> {
+        let Some(merge) = self.due_merge.take() else { return Ok(()) };
+        let speed = self.merge_speed(&merge, interval);
+        self.start_merge(view, &merge, speed)
+    }
+
+    fn start_merge(&self, view: &mut DiskView<'_>, merge: &DueMerge, speed: u64) -> Result<(), OverlayDisksError> {
+        let newest = overlay_name(self.number(), merge.up_to);
+        if let Some(disk) = &self.libvirt {
+            disk.start_merge(view, &merge.chain, newest, speed, || self.pass("overlay.merge.unfenced"))?;
+        } else {
+            overlay::start_merge(view.change(), &merge.chain, newest, speed)?;
+        }
+        self.pass("overlay.merge.started");
+        Ok(())
+    }
+
     /// Returns the rate at which a merge ends before the next checkpoint.
-    fn merge_speed(&self, found: &FoundOverlays, up_to: u64, interval: Duration) -> u64 {
-        let bytes: u64 =
-            found.chain.iter().filter(|epoch| **epoch <= up_to).map(|epoch| self.stored_bytes(*epoch)).sum();
+    fn merge_speed(&self, merge: &DueMerge, interval: Duration) -> u64 {
+        let epochs = merge.chain.overlays.iter().map(|overlay| overlay.epoch).filter(|epoch| *epoch <= merge.up_to);
+        let bytes: u64 = epochs.map(|epoch| self.stored_bytes(epoch)).sum();
         let usable_ms = (interval.as_millis() as u64 * 7 / 10).max(1);
         (bytes.saturating_mul(1000) / usable_ms).max(MIN_MERGE_SPEED)
     }
@@ -405,17 +442,17 @@ impl OverlayDisk {
         fs::metadata(self.directory.path_of(epoch)).map_or(0, |file| file.blocks() * 512)
     }
 
-    fn take_step(&mut self, qmp: &mut Qmp, step: OverlayStep, speed: u64) -> Result<(), OverlayDisksError> {
+    fn take_step(&mut self, view: &mut DiskView<'_>, step: OverlayStep) -> Result<(), OverlayDisksError> {
         match step {
-            OverlayStep::AwaitMerge { up_to } => self.finish_merge(qmp, up_to, LATE_MERGE_TIMEOUT),
+            OverlayStep::AwaitMerge { up_to } => self.finish_merge(view, up_to, LATE_MERGE_TIMEOUT),
             OverlayStep::RecordMerged { up_to } => {
                 // libvirt dismisses its job, so there may have been none to wait for.
                 if self.libvirt.is_some() {
                     self.pass("overlay.merge.merged");
                 }
                 // A merge makes the image read-only again, unless a flush of it has failed.
-                let chain = self.chain_now(qmp)?;
-                if !BlockGraph::read(qmp)?.node(&chain.base)?.read_only {
+                let chain = self.chain_now(view)?;
+                if !view.graph()?.node(&chain.base)?.read_only {
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
                 }
                 self.sync_image()?;
@@ -428,7 +465,7 @@ impl OverlayDisk {
                 Ok(())
             }
             OverlayStep::Delete { epoch } => {
-                libvirt::remove_unused(self.libvirt.as_ref(), qmp, overlay_name(self.number(), epoch))?;
+                libvirt::remove_unused(self.libvirt.as_ref(), view, overlay_name(self.number(), epoch))?;
                 self.directory.remove_overlay(epoch)?;
                 self.pass("overlay.merge.deleted");
                 Ok(())
@@ -440,46 +477,39 @@ impl OverlayDisk {
                 Ok(())
             }
             OverlayStep::Merge { up_to } => {
-                let chain = self.chain_now(qmp)?;
-                if let Some(disk) = &self.libvirt {
-                    let newest = overlay_name(self.number(), up_to);
-                    disk.start_merge(qmp, &chain, newest, speed, || self.pass("overlay.merge.unfenced"))?;
-                } else {
-                    overlay::start_merge(qmp, &chain, overlay_name(self.number(), up_to), speed)?;
-                }
-                self.pass("overlay.merge.started");
-                Ok(())
+                let merge = DueMerge { chain: self.chain_now(view)?, up_to };
+                self.start_merge(view, &merge, 0)
             }
-            OverlayStep::Create { epoch } => self.create(qmp, epoch),
+            OverlayStep::Create { epoch } => self.create(view, epoch),
             // `adopt` has resolved what an earlier process has left, so another program has changed the disk.
             OverlayStep::Resolve => Err(other_qemu(&self.recorded)),
             OverlayStep::Done => Ok(()),
         }
     }
 
-    fn create_next(&mut self, qmp: &mut Qmp, found: &FoundOverlays) -> Result<(), OverlayDisksError> {
+    fn create_next(&mut self, view: &mut DiskView<'_>, found: &FoundOverlays) -> Result<(), OverlayDisksError> {
         let epoch = found.next_epoch(self.directory.state());
-        if self.created == Some(epoch) { Ok(()) } else { self.create(qmp, epoch) }
+        if self.created == Some(epoch) { Ok(()) } else { self.create(view, epoch) }
     }
 
-    fn create(&mut self, qmp: &mut Qmp, epoch: u64) -> Result<(), OverlayDisksError> {
+    fn create(&mut self, view: &mut DiskView<'_>, epoch: u64) -> Result<(), OverlayDisksError> {
         self.check_space()?;
         let name = overlay_name(self.number(), epoch);
-        let chain = self.chain_now(qmp)?;
-        libvirt::remove_unused(self.libvirt.as_ref(), qmp, name)?;
+        let chain = self.chain_now(view)?;
+        libvirt::remove_unused(self.libvirt.as_ref(), view, name)?;
         let path = self.directory.create_overlay(epoch)?;
         give_to_user_of(&self.vmm, &path)?;
         self.pass("overlay.create.file");
         if let Some(disk) = &self.libvirt {
-            let graph = BlockGraph::read(qmp)?;
+            let graph = view.graph()?;
             let top = graph.node(&chain.top())?;
             write_header(&qemu_img_of(&self.vmm.binary), &path, &disk.top_file(&chain), &top.driver, top.size)?;
             self.created_bytes = top.size;
             return self.finish_create(epoch);
         }
-        overlay::create(qmp, &chain, name, &path)?;
+        overlay::create(view.change(), &chain, name, &path)?;
         if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
-            overlay::remove_unused(qmp, name)?;
+            overlay::remove_unused(view.change(), name)?;
             let why = format!("QEMU does not see {} there", path.display());
             return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
         }
@@ -494,12 +524,12 @@ impl OverlayDisk {
         Ok(())
     }
 
-    fn finish_merge(&self, qmp: &mut Qmp, up_to: u64, timeout: Duration) -> Result<(), OverlayDisksError> {
+    fn finish_merge(&self, view: &mut DiskView<'_>, up_to: u64, timeout: Duration) -> Result<(), OverlayDisksError> {
         match &self.libvirt {
-            Some(disk) => disk.finish_merge(qmp, timeout)?,
+            Some(disk) => disk.finish_merge(view, timeout)?,
             None => {
-                let chain = self.chain_now(qmp)?;
-                overlay::finish_merge(qmp, &chain, overlay_name(self.number(), up_to), timeout)?;
+                let chain = self.chain_now(view)?;
+                overlay::finish_merge(view.change(), &chain, overlay_name(self.number(), up_to), timeout)?;
                 self.pass("overlay.merge.merged");
             }
         }
@@ -507,11 +537,11 @@ impl OverlayDisk {
     }
 
     /// Waits a moment for a merge, then cancels it.
-    fn finish_or_cancel_merge(&self, qmp: &mut Qmp, up_to: u64) -> Result<(), OverlayDisksError> {
-        match self.finish_merge(qmp, up_to, MERGE_GRACE) {
+    fn finish_or_cancel_merge(&self, view: &mut DiskView<'_>, up_to: u64) -> Result<(), OverlayDisksError> {
+        match self.finish_merge(view, up_to, MERGE_GRACE) {
             Err(OverlayDisksError::Block(BlockError::JobTimeout { job, .. })) => match &self.libvirt {
-                Some(disk) => Ok(libvirt_block::cancel_merge(qmp, &disk.target)?),
-                None => Ok(jobs::cancel(qmp, &job).map(drop)?),
+                Some(disk) => Ok(libvirt_block::cancel_merge(view.change(), &disk.target)?),
+                None => Ok(jobs::cancel(view.change(), &job).map(drop)?),
             },
             // The overlays are still on the disk, and the merge is repeated after the next checkpoint.
             Err(OverlayDisksError::Block(e @ BlockError::JobFailed { .. })) => {
@@ -559,13 +589,13 @@ impl OverlayDisk {
 
     /// Checks that the disk is exactly what the mark of `epoch` has made of it: a user of libvirt may have changed it
     /// since [`OverlayDisk::prepare`].
-    fn check_marked(&self, qmp: &mut Qmp, epoch: u64) -> Result<(), OverlayDisksError> {
+    fn check_marked(&self, view: &mut DiskView<'_>, epoch: u64) -> Result<(), OverlayDisksError> {
         let Some(disk) = &self.libvirt else { return Ok(()) };
-        disk.await_record(qmp)?;
+        disk.await_record(view)?;
         let path = self.directory.path_of(epoch + 1);
-        let newest = self.chain_now(qmp)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
+        let newest = self.chain_now(view)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
         let is_open = has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))?;
-        if newest == Some(epoch + 1) && is_open && libvirt_block::merge_of(qmp, &disk.target)?.is_none() {
+        if newest == Some(epoch + 1) && is_open && view.graph()?.libvirt_merge_of(&disk.target).is_none() {
             return Ok(());
         }
         let (expected, actual) = (path.to_string_lossy().into_owned(), "another file".into());
@@ -594,9 +624,9 @@ impl OverlayDisk {
         })
     }
 
-    pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+    pub fn seal(&mut self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
         let Some(epoch) = self.of_this_disk(marked).map(|epoch| epoch.id.epoch) else { return Ok(()) };
-        self.check_marked(qmp, epoch)?;
+        self.check_marked(view, epoch)?;
         let image = self.recorded.image.clone();
         self.directory.seal(epoch, || File::open(&image)?.sync_data())?;
         self.pass("overlay.seal.sealed");
@@ -604,25 +634,25 @@ impl OverlayDisk {
     }
 
     /// Copies all overlays into the image while the guest runs.
-    pub fn prepare_end(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+    pub fn prepare_end(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         if let Some(disk) = &self.libvirt {
-            libvirt_block::cancel_merge(qmp, &disk.target)?;
-            disk.await_record(qmp)?;
-        } else if let Some(up_to) = overlay::unfinished_merge(qmp, self.number())? {
-            jobs::cancel(qmp, &up_to.merge_job())?;
+            libvirt_block::cancel_merge(view.change(), &disk.target)?;
+            disk.await_record(view)?;
+        } else if let Some(up_to) = view.graph()?.merge_of(self.number()) {
+            jobs::cancel(view.change(), &up_to.merge_job())?;
         }
-        self.remove_prepared_nodes(qmp)?;
+        self.remove_prepared_nodes(view)?;
         self.directory.close()?;
         self.pass("overlay.end.closed");
-        let chain = self.chain_now(qmp)?;
+        let chain = self.chain_now(view)?;
         match &self.libvirt {
             // No checkpoint has its disk any more.
             Some(disk) if !chain.overlays.is_empty() => {
                 self.remove_fence()?;
-                disk.prepare_end(qmp, END_TIMEOUT)?;
+                disk.prepare_end(view, END_TIMEOUT)?;
             }
             Some(_) => {}
-            None => overlay::prepare_end(qmp, &chain, END_TIMEOUT)?,
+            None => overlay::prepare_end(view.change(), &chain, END_TIMEOUT)?,
         }
         self.pass("overlay.end.copied");
         self.ending = Some(chain);
@@ -639,18 +669,18 @@ impl OverlayDisk {
     }
 
     /// Removes the directory of a disk whose device is on its image. The guest is stopped, or has not run since.
-    pub fn finish_end(self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
-        let graph = BlockGraph::read(qmp)?;
+    pub fn finish_end(self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        let graph = view.graph()?;
         let chain = self.checked_chain(&graph)?;
         if let Some(top) = chain.overlays.last() {
             let (expected, actual) = (chain.base.clone(), top.node());
             return Err(OverlayDisksError::Changed { device: self.device().into(), expected, actual });
         }
         if let Some(disk) = &self.libvirt {
-            disk.await_record(qmp)?;
+            disk.await_record(view)?;
         } else {
             let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
-            nodes.into_iter().try_for_each(|name| overlay::remove_unused(qmp, name))?;
+            nodes.into_iter().try_for_each(|name| overlay::remove_unused(view.change(), name))?;
         }
         self.remove_fence()?;
         self.sync_image()?;

@@ -1,16 +1,17 @@
 //! A disk of a libvirt domain: overlays are put and merged by libvirt's calls, and the files below are fenced.
 
+use super::view::{Description, DiskView};
 use super::{OverlayDisksError, fence, overlay_name};
 use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file, overlay_file_name};
 use rekindle_disk::redo::files::LocalFiles;
-use rekindle_libvirt::disks::{self, DomainDisk};
+use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::graph::{BlockGraph, OverlayChain};
 use rekindle_qemu::block::libvirt;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::{BlockError, overlay};
-use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -29,12 +30,6 @@ pub(super) struct LibvirtDisk {
     pub number: u16,
     pub image: PathBuf,
     pub directory: PathBuf,
-}
-
-/// Returns the disks of a running domain.
-pub(super) fn disks_of(qmp: &mut Qmp, is_inactive: bool) -> Result<Vec<DomainDisk>, OverlayDisksError> {
-    let xml = libvirt::domain_xml(qmp, is_inactive)?;
-    disks::of_domain(&xml).map_err(|problem| OverlayDisksError::DomainXml { problem })
 }
 
 /// Returns libvirt's name of QEMU's device at this path.
@@ -82,36 +77,39 @@ impl LibvirtDisk {
     }
 
     /// Returns whether a merge runs, or libvirt has not recorded yet what QEMU has done.
-    pub fn is_merging(&self, qmp: &mut Qmp) -> Result<bool, OverlayDisksError> {
-        Ok(libvirt::merge_of(qmp, &self.target)?.is_some() || self.disagreement(qmp)?.is_some())
+    pub fn is_merging(&self, view: &mut DiskView<'_>) -> Result<bool, OverlayDisksError> {
+        Ok(view.graph()?.libvirt_merge_of(&self.target).is_some() || self.disagreement(view)?.is_some())
     }
 
     /// Compares libvirt's record with QEMU's nodes. Returns a file that differs, if any.
-    fn disagreement(&self, qmp: &mut Qmp) -> Result<Option<String>, OverlayDisksError> {
-        let chain = self.chain(&BlockGraph::read(qmp)?)?;
+    fn disagreement(&self, view: &mut DiskView<'_>) -> Result<Option<String>, OverlayDisksError> {
+        let chain = self.chain(view.graph()?.as_ref())?;
         let overlays = chain.overlays.iter().rev().map(|overlay| self.path_of(overlay));
         let actual: Vec<PathBuf> = overlays.chain([self.image.clone()]).collect();
-        let of_target = |disks: Vec<DomainDisk>| disks.into_iter().find(|disk| disk.target == self.target);
-        let recorded = of_target(disks_of(qmp, false)?).map(|disk| disk.files).unwrap_or_default();
+        let files_of = |disks: Rc<[DomainDisk]>| {
+            disks.iter().find(|disk| disk.target == self.target).map(|disk| disk.files.clone()).unwrap_or_default()
+        };
+        let recorded = files_of(view.domain_disks(Description::Running)?);
         let differs = |(index, file): (usize, &PathBuf)| recorded.get(index).map(Path::new) != Some(file);
         if let Some((_, file)) = actual.iter().enumerate().find(|at| differs(*at)) {
             return Ok(Some(file.to_string_lossy().into_owned()));
         }
         // The user may have edited the definition for the next start, but it must not need a file that is removed.
-        let next = of_target(disks_of(qmp, true)?).map(|disk| disk.files).unwrap_or_default();
+        let next = files_of(view.domain_disks(Description::NextStart)?);
         let is_stale =
             |file: &String| self.overlay_of(file).is_some() && !actual.iter().any(|now| now == Path::new(file));
         Ok(next.into_iter().find(is_stale))
     }
 
     /// Waits until libvirt's record is that of QEMU.
-    pub fn await_record(&self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+    pub fn await_record(&self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
-        while let Some(file) = self.disagreement(qmp)? {
+        while let Some(file) = self.disagreement(view)? {
             if Instant::now() >= deadline {
                 return Err(OverlayDisksError::LibvirtDisagrees { target: self.target.clone(), file });
             }
             thread::sleep(POLL_INTERVAL);
+            view.forget();
         }
         Ok(())
     }
@@ -148,7 +146,7 @@ impl LibvirtDisk {
     /// record its new base in it, and QEMU 10.0 ends with a segmentation fault if it cannot.
     pub fn start_merge(
         &self,
-        qmp: &mut Qmp,
+        view: &mut DiskView<'_>,
         chain: &OverlayChain,
         up_to: OverlayName,
         speed: u64,
@@ -161,48 +159,51 @@ impl LibvirtDisk {
         }
         fence::open(&self.image)?;
         pass();
-        let started = libvirt::start_merge(qmp, &self.target, &self.image, Some(&self.path_of(&up_to)), speed);
+        let started =
+            libvirt::start_merge(view.change(), &self.target, &self.image, Some(&self.path_of(&up_to)), speed);
         fence::close(&self.image)?;
         let Some(above) = above else { return Ok(started?) };
         let finished = match started {
-            Ok(()) => self.finish_merge(qmp, LATE_MERGE_TIMEOUT),
+            Ok(()) => self.finish_merge(view, LATE_MERGE_TIMEOUT),
             Err(e) => Err(e.into()),
         };
         // Also after a lost answer: the fence is put in force only when no merge runs.
-        libvirt::cancel_merge(qmp, &self.target)?;
+        libvirt::cancel_merge(view.change(), &self.target)?;
         fence::close(&above)?;
         finished
     }
 
     /// Waits for the end of a merge, and until libvirt has recorded it.
-    pub fn finish_merge(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
-        if !libvirt::is_ended(qmp, &self.target, timeout)? {
+    pub fn finish_merge(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
+        if !libvirt::is_ended(view.change(), &self.target, timeout)? {
             let job = format!("commit-{}", self.target);
             return Err(BlockError::JobTimeout { job, after: timeout }.into());
         }
-        self.await_record(qmp)
+        self.await_record(view)
     }
 
     /// Copies all overlays into the image while the guest runs.
-    pub fn prepare_end(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
-        libvirt::start_merge(qmp, &self.target, &self.image, None, 0)?;
-        self.await_copied(qmp, timeout).inspect_err(|_| {
-            if let Err(e) = libvirt::cancel_merge(qmp, &self.target) {
+    pub fn prepare_end(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
+        libvirt::start_merge(view.change(), &self.target, &self.image, None, 0)?;
+        self.await_copied(view, timeout).inspect_err(|_| {
+            if let Err(e) = libvirt::cancel_merge(view.change(), &self.target) {
                 tracing::warn!(disk = self.target, error = %e, "cannot cancel a block job");
             }
         })
     }
 
     /// Waits until QEMU has copied all overlays, and libvirt has recorded that: it rejects the pivot before.
-    fn await_copied(&self, qmp: &mut Qmp, timeout: Duration) -> Result<(), OverlayDisksError> {
-        libvirt::wait_copied(qmp, &self.target, timeout)?;
+    fn await_copied(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
+        libvirt::wait_copied(view.change(), &self.target, timeout)?;
         let deadline = Instant::now() + RECORD_TIMEOUT;
-        while !disks_of(qmp, false)?.iter().any(|disk| disk.target == self.target && disk.is_copied) {
+        let is_copied = |disk: &DomainDisk| disk.target == self.target && disk.is_copied;
+        while !view.domain_disks(Description::Running)?.iter().any(is_copied) {
             if Instant::now() >= deadline {
                 let (target, file) = (self.target.clone(), self.image.to_string_lossy().into_owned());
                 return Err(OverlayDisksError::LibvirtDisagrees { target, file });
             }
             thread::sleep(POLL_INTERVAL);
+            view.forget();
         }
         Ok(())
     }
@@ -232,10 +233,14 @@ impl LibvirtDisk {
 }
 
 /// Removes the nodes of overlays from a QEMU that has them from Rekindle; libvirt removes those of its own.
-pub(super) fn remove_unused(disk: Option<&LibvirtDisk>, qmp: &mut Qmp, name: OverlayName) -> Result<(), BlockError> {
+pub(super) fn remove_unused(
+    disk: Option<&LibvirtDisk>,
+    view: &mut DiskView<'_>,
+    name: OverlayName,
+) -> Result<(), BlockError> {
     match disk {
         Some(_) => Ok(()),
-        None => overlay::remove_unused(qmp, name),
+        None => overlay::remove_unused(view.change(), name),
     }
 }
 

@@ -24,16 +24,20 @@
 //! | `libvirt` | the steps that differ for a disk of a libvirt domain |
 //! | `apparmor` | lets a confined QEMU write to the files into which it merges |
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
+//! | `head` | copies an overlay in the pause |
 //! | `restore` | the disks of a checkpoint |
+//! | `view` | what QEMU and libvirt have, read no more often than it changes |
 
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
 
 mod apparmor;
 mod disk;
 mod fence;
+mod head;
 mod libvirt;
 mod record;
 mod restore;
+mod view;
 
 pub use restore::RestoredOverlays;
 pub(crate) use restore::remove_fresh;
@@ -63,6 +67,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use uuid::Uuid;
+use view::{Description, DiskView};
 
 /// Space that must be free for overlays at each checkpoint. A guest that fills it before the next one is stopped by
 /// QEMU until there is room.
@@ -213,8 +218,9 @@ impl OverlayDisks {
             return if BlockGraph::read(qmp)?.has_overlays() { Err(OverlayDisksError::Unrecorded) } else { Ok(None) };
         };
         let mut disks = Vec::new();
+        let mut view = DiskView::new(qmp);
         for recorded in record.disks.clone() {
-            disks.extend(OverlayDisk::adopt(qmp, recorded, vmm)?);
+            disks.extend(OverlayDisk::adopt(&mut view, recorded, vmm)?);
         }
         if disks.is_empty() {
             migration::permit(qmp)?;
@@ -281,13 +287,15 @@ impl OverlayDisks {
     /// Nothing is marked then; a later attempt may succeed. [`OverlayDisksError::NoSpace`]: [`OverlayDisks::end`] lets
     /// the guest continue without overlays.
     pub fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
-        self.disks.iter_mut().try_for_each(|disk| disk.prepare(qmp))?;
+        let mut view = DiskView::new(qmp);
+        self.disks.iter_mut().try_for_each(|disk| disk.prepare(&mut view))?;
         let own: Vec<&str> = self.disks.iter().filter_map(OverlayDisk::target).collect();
         if !own.is_empty() {
-            let targets = libvirt::disks_of(qmp, false)?.into_iter().map(|disk| disk.target);
+            let disks = view.domain_disks(Description::Running)?;
+            let targets = disks.iter().map(|disk| disk.target.clone());
             self.others = targets.filter(|target| !own.contains(&target.as_str())).collect();
         }
-        match BlockGraph::read(qmp)?.foreign_jobs().next() {
+        match view.graph()?.foreign_jobs().next() {
             Some(job) => Err(OverlayDisksError::ForeignJob { id: job.id.clone() }),
             None => Ok(()),
         }
@@ -348,18 +356,25 @@ impl OverlayDisks {
     /// # Errors
     /// If a sync fails; then no later one succeeds, either.
     pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
-        self.disks.iter_mut().try_for_each(|disk| disk.seal(qmp, marked))
+        let mut view = DiskView::new(qmp);
+        self.disks.iter_mut().try_for_each(|disk| disk.seal(&mut view, marked))
     }
 
     /// Notes the commit of the checkpoint with these disks, and starts to merge their overlays so that the merge ends
     /// within `interval`. A failure only delays the merge.
     pub fn note_commit(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch], interval: Duration) {
         self.note_committed(marked);
-        for disk in &mut self.disks {
-            if let Err(e) = disk.advance(qmp, interval) {
-                tracing::warn!(device = disk.device(), error = %e, "overlays are not merged yet");
+        let mut view = DiskView::new(qmp);
+        let mut each = |take_steps: &dyn Fn(&mut OverlayDisk, &mut DiskView<'_>) -> Result<(), OverlayDisksError>| {
+            for disk in &mut self.disks {
+                if let Err(e) = take_steps(disk, &mut view) {
+                    tracing::warn!(device = disk.device(), error = %e, "overlays are not merged yet");
+                }
             }
-        }
+        };
+        each(&OverlayDisk::advance);
+        each(&|disk, view| disk.start_due_merge(view, interval));
+        each(&OverlayDisk::advance);
     }
 
     /// Returns whether there is too little room for overlays.
@@ -375,7 +390,8 @@ impl OverlayDisks {
     /// [`BlockError::EndUnknown`] or [`OverlayDisksError::Directory`]: the guest stays stopped until this is repeated by
     /// [`OverlayDisks::adopt`]. Otherwise it runs on, and the disks that were not ended stay on their overlays.
     pub fn end(mut self, qmp: &mut Qmp, rundir: &RunDir) -> Result<(), OverlayDisksError> {
-        self.disks.iter_mut().try_for_each(|disk| disk.prepare_end(qmp))?;
+        let mut view = DiskView::new(qmp);
+        self.disks.iter_mut().try_for_each(|disk| disk.prepare_end(&mut view))?;
         let state = guest::run_state(qmp)?;
         let mark = rundir.paused();
         if state == "running" {
@@ -414,7 +430,7 @@ impl OverlayDisks {
         for disk in self.disks {
             let mut stopped = Stopped::check(qmp).map_err(BlockError::from)?;
             disk.end(&mut stopped)?;
-            disk.finish_end(qmp)?;
+            disk.finish_end(&mut DiskView::new(qmp))?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Which disk of a VM has its overlays where: `overlays.json` in the run directory, written before the first overlay.
 
 use super::libvirt::{self, LibvirtDisk};
+use super::view::{Description, read_domain_disks};
 use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_kernel::process::Process;
@@ -110,7 +111,7 @@ impl OverlayRecord {
     ) -> Result<Self, OverlayDisksError> {
         let graph = BlockGraph::read(qmp)?;
         let domain_disks = match vmm.monitor {
-            Some(Monitor::Libvirt { .. }) => Some(libvirt::disks_of(qmp, false)?),
+            Some(Monitor::Libvirt { .. }) => Some(read_domain_disks(qmp, Description::Running)?),
             _ => None,
         };
         if let Some(directory) = graph.files().find_map(libvirt::directory_of_overlay) {
