@@ -1,7 +1,7 @@
 //! The directory of a disk's overlays: the state file, one qcow2 file for each epoch, and *heads*.
 //!
-//! The head of an epoch is a copy of the next epoch's overlay. It exists if that overlay was put on the disk some moments
-//! before the checkpoint: it has what the guest has written in these moments.
+//! The head of an epoch is a copy of the next epoch's overlay, at a checkpoint that was taken while this overlay was on the
+//! disk: it has what the guest has written since the epoch ended. An epoch may have several heads.
 //!
 //! One process at a time has the directory claimed. The files are created and removed here; their content is QEMU's.
 
@@ -30,14 +30,29 @@ pub fn epoch_of_file(name: &str) -> Option<u64> {
     (overlay_file_name(epoch) == name).then_some(epoch)
 }
 
-/// Returns the name of the file with an epoch's head.
-fn head_file_name(epoch: u64) -> String {
-    format!("head-{epoch:012}.qcow2")
+/// One of the heads of an epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct OverlayHead {
+    pub epoch: u64,
+    /// Ascends from 1. Earlier versions made one head of an epoch, which has 0.
+    pub number: u64,
 }
 
-fn epoch_of_head(name: &str) -> Option<u64> {
-    let epoch = name.strip_prefix("head-")?.strip_suffix(".qcow2")?.parse().ok()?;
-    (head_file_name(epoch) == name).then_some(epoch)
+impl OverlayHead {
+    fn file_name(self) -> String {
+        let Self { epoch, number } = self;
+        match number {
+            0 => format!("head-{epoch:012}.qcow2"),
+            _ => format!("head-{epoch:012}-{number}.qcow2"),
+        }
+    }
+
+    fn from_file_name(name: &str) -> Option<Self> {
+        let numbers = name.strip_prefix("head-")?.strip_suffix(".qcow2")?;
+        let (epoch, number) = numbers.split_once('-').unwrap_or((numbers, "0"));
+        let head = Self { epoch: epoch.parse().ok()?, number: number.parse().ok()? };
+        (head.file_name() == name).then_some(head)
+    }
 }
 
 /// The claimed directory of a disk's overlays.
@@ -198,45 +213,51 @@ impl<D: LogFiles> OverlayDirectory<D> {
         Ok(self.path_of(epoch))
     }
 
-    /// Returns the path of an epoch's head.
+    /// Returns the path of a head.
     #[must_use]
-    pub fn head_path(&self, epoch: u64) -> PathBuf {
-        self.files.path().join(head_file_name(epoch))
+    pub fn head_path(&self, head: OverlayHead) -> PathBuf {
+        self.files.path().join(head.file_name())
     }
 
-    /// Returns whether an epoch has a head.
+    /// Returns whether there is this head.
     ///
     /// # Errors
     /// If the directory cannot be read.
-    pub fn has_head(&self, epoch: u64) -> Result<bool, OverlayError> {
-        Ok(self.heads()?.contains(&epoch))
+    pub fn has_head(&self, head: OverlayHead) -> Result<bool, OverlayError> {
+        Ok(self.heads()?.contains(&head))
     }
 
-    fn heads(&self) -> Result<Vec<u64>, OverlayError> {
+    fn heads(&self) -> Result<Vec<OverlayHead>, OverlayError> {
         let names = self.files.list().map_err(failed(&self.files, "reading the directory"))?;
-        Ok(names.iter().filter_map(|name| epoch_of_head(name)).collect())
+        Ok(names.iter().filter_map(|name| OverlayHead::from_file_name(name)).collect())
     }
 
-    /// Creates the empty file of an epoch's head. [`Self::seal`] makes it durable.
+    /// Creates the empty file of an epoch's next head. [`Self::seal`] makes it durable. The earlier heads stay: it is unknown
+    /// which of them a checkpoint needs.
     ///
     /// # Errors
     /// If the file cannot be created.
-    pub fn create_head(&self, epoch: u64) -> Result<PathBuf, OverlayError> {
-        self.create_anew(&head_file_name(epoch)).map_err(failed(&self.files, "making the head of an overlay"))?;
-        Ok(self.head_path(epoch))
+    pub fn create_head(&self, epoch: u64) -> Result<OverlayHead, OverlayError> {
+        let newest = self.heads()?.into_iter().filter(|head| head.epoch == epoch).map(|head| head.number).max();
+        let head = OverlayHead { epoch, number: newest.unwrap_or_default() + 1 };
+        self.files.create(&head.file_name()).map_err(failed(&self.files, "making the head of an overlay"))?;
+        Ok(head)
     }
 
-    /// Removes the heads of epochs that have no checkpoint any more.
+    /// Removes the heads that no checkpoint needs any more. `committed`: the head of the newest checkpoint.
     ///
     /// # Errors
     /// If a file cannot be removed.
-    pub fn remove_useless_heads(&self) -> Result<(), OverlayError> {
-        let is_useless = |epoch: &u64| *epoch < self.state.floor || self.state.is_dead(*epoch);
-        self.heads()?.into_iter().filter(is_useless).try_for_each(|epoch| self.remove_head(epoch))
+    pub fn remove_useless_heads(&self, committed: Option<OverlayHead>) -> Result<(), OverlayError> {
+        let is_replaced =
+            |head: &OverlayHead| committed.is_some_and(|newest| head.epoch == newest.epoch && *head < newest);
+        let is_useless =
+            |head: &OverlayHead| head.epoch < self.state.floor || self.state.is_dead(head.epoch) || is_replaced(head);
+        self.heads()?.into_iter().filter(is_useless).try_for_each(|head| self.remove_head(head))
     }
 
-    fn remove_head(&self, epoch: u64) -> Result<(), OverlayError> {
-        self.files.remove(&head_file_name(epoch)).map_err(failed(&self.files, "removing the head of an overlay"))
+    fn remove_head(&self, head: OverlayHead) -> Result<(), OverlayError> {
+        self.files.remove(&head.file_name()).map_err(failed(&self.files, "removing the head of an overlay"))
     }
 
     /// Creates a file, in place of one that an earlier process has left.
@@ -260,17 +281,22 @@ impl<D: LogFiles> OverlayDirectory<D> {
         self.sync_names()
     }
 
-    /// Makes all epochs up to `epoch`, which its mark has ended, durable, with its head, and records that. `sync_image`: makes the
-    /// image durable, which has the writes of the first epoch.
+    /// Makes all epochs up to `epoch`, which its mark has ended, durable, with the head of the checkpoint, and records that.
+    /// `sync_image`: makes the image durable, which has the writes of the first epoch.
     ///
     /// # Errors
     /// If a sync fails. Then it is unknown what is durable, and the kernel reports that only once: every later seal
     /// fails with [`OverlayError::SealFailed`], also in another process, until the overlays are ended.
-    pub fn seal(&mut self, epoch: u64, sync_image: impl FnOnce() -> io::Result<()>) -> Result<(), OverlayError> {
+    pub fn seal(
+        &mut self,
+        epoch: u64,
+        head: Option<OverlayHead>,
+        sync_image: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), OverlayError> {
         if self.state.seal_failed {
             return Err(OverlayError::SealFailed { path: self.files.path().to_owned() });
         }
-        if let Err(e) = self.sync_epochs(epoch, sync_image) {
+        if let Err(e) = self.sync_epochs(epoch, head, sync_image) {
             // In this process it counts even if it cannot be recorded.
             if let Err(e) = self.record(|state| state.seal_failed = true) {
                 tracing::warn!("cannot record that a sync has failed: {e}");
@@ -278,19 +304,26 @@ impl<D: LogFiles> OverlayDirectory<D> {
             }
             return Err(e);
         }
-        self.record(|state| state.sealed = state.sealed.max(epoch))
+        match epoch > self.state.sealed {
+            true => self.record(|state| state.sealed = epoch),
+            // An epoch of which another checkpoint was taken.
+            false => Ok(()),
+        }
     }
 
-    fn sync_epochs(&self, epoch: u64, sync_image: impl FnOnce() -> io::Result<()>) -> Result<(), OverlayError> {
+    fn sync_epochs(
+        &self,
+        epoch: u64,
+        head: Option<OverlayHead>,
+        sync_image: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), OverlayError> {
         if self.state.sealed < FIRST_EPOCH {
             sync_image().map_err(failed(&self.files, "syncing the image"))?;
         }
         let mut unsealed = (self.state.sealed.max(self.state.merged) + 1)..=epoch;
         unsealed.try_for_each(|epoch| if self.state.is_dead(epoch) { Ok(()) } else { self.sync_overlay(epoch) })?;
-        if !self.has_head(epoch)? {
-            return Ok(());
-        }
-        self.sync_file(epoch, head_file_name(epoch))?;
+        let Some(head) = head else { return Ok(()) };
+        self.sync_file(epoch, head.file_name())?;
         self.sync_names()
     }
 
@@ -342,7 +375,7 @@ impl<D: LogFiles> OverlayDirectory<D> {
         for epoch in epochs {
             self.files.remove(&overlay_file_name(epoch)).map_err(failed(&self.files, "removing an overlay"))?;
         }
-        self.heads()?.into_iter().try_for_each(|epoch| self.remove_head(epoch))?;
+        self.heads()?.into_iter().try_for_each(|head| self.remove_head(head))?;
         // Overlays without a state are damaged.
         self.sync_names()?;
         self.files.remove(STATE_NAME).map_err(failed(&self.files, "removing its state"))?;

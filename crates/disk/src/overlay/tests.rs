@@ -1,18 +1,20 @@
 //! Kills and power losses at every step of many histories of a disk with overlays, on a disk in memory. The directory,
 //! its state and the plan are the real ones. QEMU is a model that keeps only the promises that `qemu::block` states:
-//! a mark flushes the overlay below it; a merge may have copied any part, and flushes nothing.
+//! a mark flushes the overlay below it; a merge may have copied any part, and flushes nothing. A checkpoint either puts an
+//! overlay on the disk, or copies the one that is there: its head.
 //!
 //! After each crash: the newest disk has every flushed write, each epoch that the state offers has the disk of its
 //! mark, and the committed checkpoint is among them. Deliberate mistakes (`Mistake`) show that this check can fail.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use super::directory::{OverlayDirectory, overlay_file_name};
+use super::directory::{OverlayDirectory, OverlayHead, overlay_file_name};
 use super::plan::{FoundOverlays, OverlayStep};
 use super::state::OverlayState;
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_testing::crash_disk::{CrashDisk, CrashFile, PowerFailure, Step, power_failures};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 const SECTOR_BYTES: usize = 512;
 const SECTORS: usize = 4;
@@ -41,6 +43,19 @@ enum Mistake {
     MergeOfUncommitted,
     /// The guest resumes on its image while the overlays still count.
     EarlyResume,
+    /// A seal does not sync the head.
+    HeadWithoutSync,
+    /// A checkpoint copies the overlay over the head of the committed one.
+    HeadInPlace,
+    /// The head of the committed checkpoint is removed when the next one has its own.
+    EarlyRemovalOfHead,
+}
+
+/// The disk of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct DiskMark {
+    epoch: u64,
+    head: Option<OverlayHead>,
 }
 
 /// A disk and its protector.
@@ -56,7 +71,9 @@ struct Setting {
 struct Guarantee {
     /// The allowed values of each sector of the newest disk.
     newest: Vec<BTreeSet<u64>>,
-    committed: Option<u64>,
+    committed: Option<DiskMark>,
+    /// The disk of a checkpoint that may be committed.
+    sealed: Option<DiskMark>,
 }
 
 struct GuaranteeAt {
@@ -81,11 +98,13 @@ fn read_sectors(file: &CrashFile) -> Content {
 
 /// Returns the disk that image and overlays make, the overlays oldest first.
 fn stacked_content(disk: &CrashDisk, overlays: impl Iterator<Item = u64>) -> Content {
-    let mut content = read_sectors(&disk.image());
-    for epoch in overlays {
-        let written = read_sectors(&disk.open(&overlay_file_name(epoch)).unwrap());
-        content.iter_mut().zip(written).filter(|(_, value)| *value != 0).for_each(|(below, value)| *below = value);
-    }
+    let path = |epoch: u64| PathBuf::from(overlay_file_name(epoch));
+    overlays.map(path).fold(read_sectors(&disk.image()), |below, overlay| with_overlay(below, disk, &overlay))
+}
+
+fn with_overlay(mut content: Content, disk: &CrashDisk, overlay: &Path) -> Content {
+    let written = read_sectors(&disk.open(overlay.file_name().unwrap().to_str().unwrap()).unwrap());
+    content.iter_mut().zip(written).filter(|(_, value)| *value != 0).for_each(|(below, value)| *below = value);
     content
 }
 
@@ -98,14 +117,14 @@ struct ProtectedDisk {
     chain: Vec<u64>,
     prepared: Option<u64>,
     merging: Option<u64>,
-    marked: Option<u64>,
-    sealed: Option<u64>,
+    marked: Option<DiskMark>,
+    sealed: Option<DiskMark>,
     committed: u64,
+    committed_head: Option<OverlayHead>,
     newest_value: u64,
     expected: Content,
     guarantee: Guarantee,
-    /// The disk of each mark.
-    epochs: BTreeMap<u64, Content>,
+    marks: BTreeMap<DiskMark, Content>,
     guarantees: Vec<GuaranteeAt>,
 }
 
@@ -113,7 +132,7 @@ impl ProtectedDisk {
     fn begin(setting: Setting) -> Self {
         let disk = CrashDisk::new(bytes_of(&initial_content()));
         let newest: Vec<_> = initial_content().into_iter().map(|value| BTreeSet::from([value])).collect();
-        let guarantee = Guarantee { newest, committed: None };
+        let guarantee = Guarantee { newest, committed: None, sealed: None };
         let guarantees = vec![GuaranteeAt { steps: 0, guarantee: guarantee.clone() }];
         let bytes = (SECTORS * SECTOR_BYTES) as u64;
         let directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), bytes)).unwrap();
@@ -127,10 +146,11 @@ impl ProtectedDisk {
             marked: None,
             sealed: None,
             committed: 0,
+            committed_head: None,
             newest_value: 1_000_000,
             expected: initial_content(),
             guarantee,
-            epochs: BTreeMap::new(),
+            marks: BTreeMap::new(),
             guarantees,
         }
     }
@@ -171,28 +191,51 @@ impl ProtectedDisk {
         }
         self.chain.push(epoch);
         self.prepared = None;
-        self.epochs.insert(epoch - 1, self.expected.clone());
-        self.marked = Some(epoch - 1);
+        let mark = DiskMark { epoch: epoch - 1, head: None };
+        self.marks.insert(mark, self.expected.clone());
+        self.marked = Some(mark);
+    }
+
+    /// Copies the overlay that is on the disk: the head of the next checkpoint.
+    fn copy_head(&mut self) {
+        let (Some(top), None) = (self.chain.last().copied(), self.merging) else { return };
+        let removed_up_to = match self.committed_head {
+            Some(head) if self.makes(Mistake::EarlyRemovalOfHead) => Some(OverlayHead { number: u64::MAX, ..head }),
+            head => head,
+        };
+        self.directory.remove_useless_heads(removed_up_to).unwrap();
+        let own = self.directory.create_head(top - 1).unwrap();
+        let in_place = self.committed_head.filter(|head| head.epoch == own.epoch && self.makes(Mistake::HeadInPlace));
+        let path = self.directory.head_path(in_place.unwrap_or(own));
+        let copied = bytes_of(&read_sectors(&self.active_file()));
+        self.disk.open(path.file_name().unwrap().to_str().unwrap()).unwrap().write_at(&copied, 0).unwrap();
+        let mark = DiskMark { epoch: own.epoch, head: Some(own) };
+        self.marks.insert(mark, self.expected.clone());
+        self.marked = Some(mark);
     }
 
     fn seal(&mut self) {
-        let Some(epoch) = self.marked.take() else { return };
-        self.sealed = Some(epoch);
+        let Some(mark) = self.marked.take() else { return };
+        let DiskMark { epoch, head } = mark;
+        let synced_head = head.filter(|_| !self.makes(Mistake::HeadWithoutSync));
         if self.makes(Mistake::CommitWithoutSeal) {
+            self.sealed = Some(mark);
             return;
         }
         let image = self.disk.image();
         if self.makes(Mistake::SealWithoutSync) {
-            self.directory.record(|state| state.sealed = epoch).unwrap();
+            self.directory.record(|state| state.sealed = state.sealed.max(epoch)).unwrap();
         } else {
-            self.directory.seal(epoch, || image.sync()).unwrap();
+            self.directory.seal(epoch, synced_head, || image.sync()).unwrap();
         }
+        (self.sealed, self.guarantee.sealed) = (Some(mark), Some(mark));
     }
 
     fn commit(&mut self) {
-        if let Some(epoch) = self.sealed.take() {
-            self.committed = epoch;
-            self.guarantee.committed = Some(epoch);
+        if let Some(mark) = self.sealed.take() {
+            self.committed = mark.epoch;
+            self.committed_head = self.committed_head.max(mark.head);
+            self.guarantee.committed = Some(mark);
         }
     }
 
@@ -231,6 +274,7 @@ impl ProtectedDisk {
                     self.copy(to, Some(0));
                 }
                 self.directory.record(|state| state.floor = to).unwrap();
+                self.directory.remove_useless_heads(self.committed_head).unwrap();
             }
             OverlayStep::Merge { up_to } => self.merging = Some(up_to),
             OverlayStep::Create { epoch } => {
@@ -257,7 +301,7 @@ impl ProtectedDisk {
 
     /// Ends the overlays: all are merged while the guest is stopped. Then the guest writes to its image.
     fn end(mut self) -> History {
-        self.guarantee.committed = None;
+        (self.guarantee.committed, self.guarantee.sealed) = (None, None);
         self.record_guarantee();
         self.directory.close().unwrap();
         self.merging = None;
@@ -274,7 +318,7 @@ impl ProtectedDisk {
         self.directory.destroy().unwrap();
         let mut guarantees = self.guarantees;
         guarantees.push(GuaranteeAt { steps: self.disk.steps(), guarantee: self.guarantee });
-        History { setting: self.setting, steps: self.disk.recorded_steps(), guarantees, epochs: self.epochs }
+        History { setting: self.setting, steps: self.disk.recorded_steps(), guarantees, marks: self.marks }
     }
 }
 
@@ -283,7 +327,7 @@ struct History {
     setting: Setting,
     steps: Vec<Step>,
     guarantees: Vec<GuaranteeAt>,
-    epochs: BTreeMap<u64, Content>,
+    marks: BTreeMap<DiskMark, Content>,
 }
 
 fn make_history(setting: Setting, seed: u64) -> History {
@@ -294,7 +338,8 @@ fn make_history(setting: Setting, seed: u64) -> History {
         match random.u8(..20) {
             0..4 => model.write(random.usize(..SECTORS)),
             4..6 => model.flush(),
-            6..8 => model.mark(),
+            6 => model.mark(),
+            7 => model.copy_head(),
             8..10 => model.seal(),
             10..12 => model.commit(),
             12 => model.restart(),
@@ -329,7 +374,7 @@ impl History {
             Err(e) => return Some(e.to_string()),
         };
         let state = directory.as_ref().map(|directory| directory.state().clone());
-        let files = directory.map_or_else(Vec::new, |directory| directory.epochs().unwrap());
+        let files = directory.as_ref().map_or_else(Vec::new, |directory| directory.epochs().unwrap());
         let merged = state.as_ref().map_or(0, |state| state.merged);
         let overlays = || files.iter().copied().filter(|epoch| *epoch > merged);
         let newest = stacked_content(&disk, overlays());
@@ -338,14 +383,24 @@ impl History {
                 return Some(format!("sector {sector} of the newest disk is {value}"));
             }
         }
-        let offers = |epoch: u64| state.as_ref().is_some_and(|state| state.has_epoch(epoch));
-        for (epoch, expected) in self.epochs.iter().filter(|(epoch, _)| offers(**epoch)) {
-            let content = stacked_content(&disk, overlays().take_while(|overlay| overlay <= epoch));
+        let offers = |mark: &DiskMark| {
+            let has_head = |head| directory.as_ref().is_some_and(|directory| directory.has_head(head).unwrap());
+            state.as_ref().is_some_and(|state| state.has_epoch(mark.epoch)) && mark.head.is_none_or(has_head)
+        };
+        // Of heads, only those that a checkpoint may need have a content.
+        let is_needed = |mark: &DiskMark| {
+            let is_of = |at: &GuaranteeAt| [at.guarantee.committed, at.guarantee.sealed].contains(&Some(*mark));
+            mark.head.is_none() || around.iter().filter(|at| at.steps <= count).any(is_of)
+        };
+        for (mark, expected) in self.marks.iter().filter(|(mark, _)| is_needed(mark) && offers(mark)) {
+            let below = stacked_content(&disk, overlays().take_while(|overlay| *overlay <= mark.epoch));
+            let head = mark.head.and_then(|head| directory.as_ref().map(|directory| directory.head_path(head)));
+            let content = head.map_or(below.clone(), |path| with_overlay(below, &disk, &path));
             if content != *expected {
-                return Some(format!("epoch {epoch} is {content:?} and was {expected:?}"));
+                return Some(format!("{mark:?} is {content:?} and was {expected:?}"));
             }
         }
-        let is_lost = |at: &GuaranteeAt| at.guarantee.committed.is_some_and(|epoch| !offers(epoch));
+        let is_lost = |at: &GuaranteeAt| at.guarantee.committed.is_some_and(|mark| !offers(&mark));
         around.iter().all(is_lost).then(|| "the committed checkpoint has no disk".to_owned())
     }
 
@@ -385,10 +440,16 @@ fn no_crash_loses_a_flushed_write_or_a_committed_checkpoint() {
 fn histories_merge_and_commit_enough_to_test_anything() {
     let histories: Vec<_> =
         (0..HISTORIES).map(|seed| make_history(Setting { mistake: None, ignores_flushes: false }, seed)).collect();
-    let epochs: usize = histories.iter().map(|history| history.epochs.len()).sum();
-    let is_removal = |step: &&Step| matches!(step, Step::Remove(name) if name.starts_with("epoch-"));
-    let removed: usize = histories.iter().map(|history| history.steps.iter().filter(is_removal).count()).sum();
-    assert!(epochs > 60 && removed > 60, "{epochs} epochs, {removed} overlays removed");
+    let marks = || histories.iter().flat_map(|history| history.marks.keys());
+    let repeated = marks().filter(|mark| mark.head.is_some_and(|head| head.number > 1)).count();
+    let epochs = marks().filter(|mark| mark.head.is_none()).count();
+    let removed = |beginning: &str| {
+        let is_removal = |step: &&Step| matches!(step, Step::Remove(name) if name.starts_with(beginning));
+        histories.iter().map(|history| history.steps.iter().filter(is_removal).count()).sum::<usize>()
+    };
+    let (overlays, heads) = (removed("epoch-"), removed("head-"));
+    assert!(epochs > 60 && overlays > 60, "{epochs} epochs, {overlays} overlays removed");
+    assert!(repeated > 30 && heads > 30, "{repeated} second heads, {heads} heads removed");
 }
 
 #[test]
@@ -402,6 +463,9 @@ fn each_mistake_is_found() {
         (Mistake::MarkWithoutFlush, false),
         (Mistake::MergeOfUncommitted, false),
         (Mistake::EarlyResume, false),
+        (Mistake::HeadWithoutSync, false),
+        (Mistake::HeadInPlace, false),
+        (Mistake::EarlyRemovalOfHead, false),
     ];
     for (mistake, ignores_flushes) in mistakes {
         let found = first_violation(Setting { mistake: Some(mistake), ignores_flushes });
@@ -428,9 +492,9 @@ fn a_directory_with_overlays_is_not_created_again() {
 fn a_failed_seal_is_final_also_for_the_next_process() {
     let disk = CrashDisk::new(vec![0; 4096]);
     let mut directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), 4096)).unwrap();
-    directory.seal(1, || Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
+    directory.seal(1, None, || Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
     let is_final = |directory: &mut OverlayDirectory<CrashDisk>| {
-        assert!(matches!(directory.seal(1, || Ok(())), Err(super::OverlayError::SealFailed { .. })));
+        assert!(matches!(directory.seal(1, None, || Ok(())), Err(super::OverlayError::SealFailed { .. })));
         assert!(!directory.state().has_epoch(1));
     };
     is_final(&mut directory);
@@ -439,7 +503,7 @@ fn a_failed_seal_is_final_also_for_the_next_process() {
     // The end of the overlays removes the state.
     OverlayDirectory::open(disk.clone()).unwrap().unwrap().destroy().unwrap();
     let mut again = OverlayDirectory::create(disk, OverlayState::new("image".into(), 4096)).unwrap();
-    again.seal(1, || Ok(())).unwrap();
+    again.seal(1, None, || Ok(())).unwrap();
     assert!(again.state().has_epoch(1));
 }
 
@@ -450,7 +514,7 @@ fn a_restore_makes_the_epochs_after_its_own_dead() {
     for epoch in 2..=4 {
         directory.create_overlay(epoch).unwrap();
     }
-    directory.seal(3, || Ok(())).unwrap();
+    directory.seal(3, None, || Ok(())).unwrap();
     assert_eq!(directory.overlays_of(3).unwrap(), [2, 3]);
     assert_eq!(directory.overlays_of(1).unwrap(), [0u64; 0]);
     assert!(matches!(directory.overlays_of(4), Err(super::OverlayError::NoEpoch { .. })));
@@ -463,7 +527,7 @@ fn a_restore_makes_the_epochs_after_its_own_dead() {
     // The next mark seals the fresh epoch, and what the restore has discarded stays dead.
     directory.remove_overlay(3).unwrap();
     directory.remove_overlay(4).unwrap();
-    directory.seal(5, || Ok(())).unwrap();
+    directory.seal(5, None, || Ok(())).unwrap();
     assert_eq!(directory.overlays_of(5).unwrap(), [2, 5]);
     assert!(directory.overlays_of(3).is_err() && directory.overlays_of(4).is_err());
     directory.remove_overlay(2).unwrap();

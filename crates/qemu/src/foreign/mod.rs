@@ -108,11 +108,11 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
     let properties: Vec<Property> = qmp.execute("qom-list", json!({"path": "/machine/peripheral"}))?;
     let devices = properties.into_iter().filter(|property| property.kind.starts_with("child<"));
     let block_devices: Vec<Value> = qmp.execute("query-block", ())?;
-    let mut disks = Vec::new();
+    let (mut disks, mut graph) = (Vec::new(), None);
     for block_device in &block_devices {
         let text = |pointer: &str| block_device.pointer(pointer).and_then(Value::as_str).map(str::to_owned);
         if let (Some(node), Some(device)) = (text("/inserted/node-name"), text("/qdev")) {
-            let node = below_overlays(&adopted.arguments, &device, node, qmp)?;
+            let node = below_overlays(&adopted.arguments, &device, node, qmp, &mut graph)?;
             disks.push(CurrentDisk { node, device });
         }
     }
@@ -130,7 +130,14 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<MachineFacts, QmpE
 }
 
 /// Returns the node below Rekindle's overlays, if `node` is one: the disk that the command line gives the device.
-fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qmp) -> Result<String, QmpError> {
+/// `graph`: that of an earlier disk.
+fn below_overlays(
+    arguments: &[String],
+    device: &str,
+    node: String,
+    qmp: &mut Qmp,
+    graph: &mut Option<BlockGraph>,
+) -> Result<String, QmpError> {
     let is_given = |node: &str| arguments.iter().any(|argument| argument.contains(&format!("\"{node}\"")));
     // While a protector or `detach` that was killed has left a merge, its filter is on top.
     let is_own = OverlayName::from_node(&node).is_some() || OverlayName::is_merge_filter(&node);
@@ -138,8 +145,8 @@ fn below_overlays(arguments: &[String], device: &str, node: String, qmp: &mut Qm
     if !is_own && tops.is_empty() && is_given(&node) {
         return Ok(node);
     }
-    let graph = match BlockGraph::read(qmp) {
-        Ok(graph) => graph,
+    let graph = match graph.take().map_or_else(|| BlockGraph::read(qmp), Ok) {
+        Ok(read) => graph.insert(read),
         Err(BlockError::Qmp(e)) => return Err(e),
         Err(_) => return Ok(node),
     };

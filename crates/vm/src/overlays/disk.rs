@@ -9,7 +9,7 @@ use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, overlay_name
 use crate::fault;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
+use rekindle_disk::overlay::directory::{OverlayDirectory, OverlayHead, epoch_of_file};
 use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, MarkObstacle, OverlayStep};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
@@ -35,8 +35,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(600);
 const MIN_MERGE_SPEED: u64 = 4 << 20;
 /// The directory of overlays can be entered by QEMU's user, and read by ours only.
 const DIRECTORY_MODE: u32 = 0o711;
-/// Largest overlay that was put early in vain and is copied in the next pause. A larger one gets another overlay.
-const MAX_HEAD_BYTES: u64 = 8 << 20;
+/// Largest overlay of libvirt's that is copied in the next pause, too. On a larger one, another overlay is put.
+const MAX_KEPT_BYTES: u64 = 1 << 20;
 /// Limit for the steps between two checkpoints, of which there are about eight.
 const MAX_STEPS: usize = 64;
 
@@ -59,6 +59,7 @@ struct Prepared {
 struct Head {
     /// The overlay is on the disk.
     is_put: bool,
+    name: OverlayHead,
     /// The file that gets the copy of the overlay.
     file: File,
 }
@@ -80,6 +81,7 @@ pub(super) struct OverlayDisk {
     libvirt: Option<LibvirtDisk>,
     /// The newest epoch whose checkpoint certainly counts.
     committed: u64,
+    committed_head: Option<OverlayHead>,
     /// Epochs up to this one that are newer than `committed` have no checkpoint, and will not get one.
     decided: u64,
     /// An overlay that this process has made durable; one of another process may not be.
@@ -125,6 +127,7 @@ impl OverlayDisk {
             vmm: vmm.clone(),
             libvirt,
             committed: 0,
+            committed_head: None,
             decided: 0,
             created: None,
             created_bytes: 0,
@@ -272,7 +275,9 @@ impl OverlayDisk {
     /// Notes the disks of the newest checkpoint. None of an earlier attempt can be committed any more.
     pub fn note_committed(&mut self, committed: &[OverlayEpoch]) {
         if let Some(epoch) = self.of_this_disk(committed) {
+            let head = epoch.head();
             self.committed = self.committed.max(epoch.id.epoch);
+            self.committed_head = self.committed_head.max(head);
         }
         self.decided = self.directory.state().sealed;
     }
@@ -309,7 +314,7 @@ impl OverlayDisk {
                     self.create_next(view, &found)?;
                     break;
                 }
-                OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if self.put_in_vain(&found).is_some() => {
+                OverlayStep::RaiseFloor { .. } | OverlayStep::Merge { .. } if self.kept_overlay(&found).is_some() => {
                     break;
                 }
                 OverlayStep::Done => break,
@@ -319,8 +324,8 @@ impl OverlayDisk {
         self.check_space()?;
         let found = self.found(view)?;
         let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
-        let put_in_vain = self.put_in_vain(&found);
-        let epoch = match put_in_vain {
+        let kept = self.kept_overlay(&found);
+        let epoch = match kept {
             Some(epoch) => epoch,
             None => found.check_mark(self.directory.state()).map_err(not_ready)?,
         };
@@ -334,34 +339,37 @@ impl OverlayDisk {
         let (format, cache, detect_zeroes, bytes) =
             (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
         let path = self.directory.path_of(epoch);
-        self.directory.remove_useless_heads()?;
-        let is_put = put_in_vain.is_some();
+        self.directory.remove_useless_heads(self.committed_head)?;
+        let is_put = kept.is_some();
         let head = match is_put || self.libvirt.is_some() {
-            true => Some(Head { is_put, file: self.create_head(epoch - 1)? }),
+            true => Some(self.create_head(epoch - 1, is_put)?),
             false => None,
         };
         self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path, head });
         Ok(())
     }
 
-    /// Returns the epoch of the overlay on top of the disk if it was put for a checkpoint that was not committed, and is to
-    /// be used for the next one.
-    fn put_in_vain(&self, found: &FoundOverlays) -> Option<u64> {
-        let [.., below, top] = found.chain[..] else { return None };
-        let has_checkpoint =
-            below <= self.committed || (self.decided < below && below <= self.directory.state().sealed);
-        if has_checkpoint || below + 1 != top || found.merging.is_some() {
+    /// Returns the epoch of the overlay on top of the disk if the next checkpoint copies it instead of putting another one.
+    fn kept_overlay(&self, found: &FoundOverlays) -> Option<u64> {
+        let (top, below) = found.chain.split_last()?;
+        let state = self.directory.state();
+        let ended = below.last().copied().unwrap_or(state.merged);
+        // After a restore, the epochs before the one that the guest writes to are dead.
+        if ended + 1 != *top || state.is_dead(ended) || found.merging.is_some() {
             return None;
         }
-        let is_full = found.chain.len() >= MAX_OVERLAYS;
         // QEMU puts another one quickly, libvirt does not.
-        let is_cheap = || self.libvirt.is_some() && self.stored_bytes(top) <= MAX_HEAD_BYTES;
-        (is_full || is_cheap()).then_some(top)
+        let is_small = self.libvirt.is_some() && self.stored_bytes(*top) <= MAX_KEPT_BYTES;
+        let has_checkpoint = ended <= self.committed || (self.decided < ended && ended <= state.sealed);
+        let is_put_in_vain = !has_checkpoint && found.chain.len() >= MAX_OVERLAYS;
+        (is_small || is_put_in_vain).then_some(*top)
     }
 
-    fn create_head(&self, epoch: u64) -> Result<File, OverlayDisksError> {
-        let path = self.directory.create_head(epoch)?;
-        File::options().write(true).open(&path).map_err(OverlayDisksError::io(&path))
+    fn create_head(&self, epoch: u64, is_put: bool) -> Result<Head, OverlayDisksError> {
+        let name = self.directory.create_head(epoch)?;
+        let path = self.directory.head_path(name);
+        let file = File::options().write(true).open(&path).map_err(OverlayDisksError::io(&path))?;
+        Ok(Head { is_put, name, file })
     }
 
     /// Returns whether libvirt has to put the next overlay on the disk.
@@ -372,8 +380,11 @@ impl OverlayDisk {
 
     /// Notes the end of libvirt's call that puts the next overlay on the disk.
     pub fn note_put_early(&mut self, is_put: bool) {
-        if let Some(head) = self.prepared.as_mut().and_then(|prepared| prepared.head.as_mut()) {
-            head.is_put |= is_put;
+        match self.prepared.as_mut().and_then(|prepared| prepared.head.as_mut()) {
+            // Another disk's overlay was put.
+            Some(head) if head.is_put => return,
+            Some(head) => head.is_put = is_put,
+            None => {}
         }
         // Also after an error: the overlay may be on the disk and have writes of the guest, so it is not put again.
         self.created = None;
@@ -383,7 +394,7 @@ impl OverlayDisk {
     /// into the files of its disks.
     pub fn copy_head(&mut self, _stopped: &mut Stopped<'_>) -> Result<(), OverlayDisksError> {
         let device = self.recorded.device.clone();
-        let Some(Prepared { path, head: Some(Head { is_put, file }), .. }) = self.prepared.as_mut() else {
+        let Some(Prepared { path, head: Some(Head { is_put, file, .. }), .. }) = self.prepared.as_mut() else {
             return Ok(());
         };
         if !*is_put {
@@ -434,7 +445,7 @@ impl OverlayDisk {
     fn merge_speed(&self, merge: &DueMerge, interval: Duration) -> u64 {
         let epochs = merge.chain.overlays.iter().map(|overlay| overlay.epoch).filter(|epoch| *epoch <= merge.up_to);
         let bytes: u64 = epochs.map(|epoch| self.stored_bytes(epoch)).sum();
-        let usable_ms = (interval.as_millis() as u64 * 7 / 10).max(1);
+        let usable_ms = (interval.as_millis() as u64 * 4 / 10).max(1);
         (bytes.saturating_mul(1000) / usable_ms).max(MIN_MERGE_SPEED)
     }
 
@@ -472,7 +483,7 @@ impl OverlayDisk {
             }
             OverlayStep::RaiseFloor { to } => {
                 self.directory.record(|state| state.floor = state.floor.max(to))?;
-                self.directory.remove_useless_heads()?;
+                self.directory.remove_useless_heads(self.committed_head)?;
                 self.pass("overlay.merge.floor");
                 Ok(())
             }
@@ -620,15 +631,17 @@ impl OverlayDisk {
             detect_zeroes,
             target,
             has_head: head.is_some(),
+            head_number: head.map_or(0, |head| head.name.number),
             id,
         })
     }
 
     pub fn seal(&mut self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
-        let Some(epoch) = self.of_this_disk(marked).map(|epoch| epoch.id.epoch) else { return Ok(()) };
+        let Some(marked) = self.of_this_disk(marked) else { return Ok(()) };
+        let (epoch, head) = (marked.id.epoch, marked.head());
         self.check_marked(view, epoch)?;
         let image = self.recorded.image.clone();
-        self.directory.seal(epoch, || File::open(&image)?.sync_data())?;
+        self.directory.seal(epoch, head, || File::open(&image)?.sync_data())?;
         self.pass("overlay.seal.sealed");
         Ok(())
     }

@@ -12,8 +12,11 @@
 //!
 //! libvirt takes some 10 ms to put an overlay on a disk, which is too long for a pause. So it does that before: `put_early`.
 //! In the pause the overlay has what the guest has written in between, and is copied: the *head* of the checkpoint's disk.
-//! A restore puts a copy of the head on the disk, in place of an empty overlay. An overlay that was put for a checkpoint
-//! that was not committed is used for the next one in the same way, if the disk has too many.
+//! A restore puts a copy of the head on the disk, in place of an empty overlay.
+//!
+//! As long as an overlay of libvirt's is small, the next checkpoints copy it, too, and no further one is put: a disk that the
+//! guest hardly writes costs neither calls nor merges. An overlay that was put for a checkpoint that was not committed is
+//! used for the next one in the same way, if the disk has too many.
 //!
 //! A process may be killed at any point. The next one calls [`OverlayDisks::adopt`] before it resumes the guest.
 //!
@@ -48,6 +51,7 @@ use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
+use rekindle_disk::overlay::directory::OverlayHead;
 use rekindle_disk::overlay::plan::MarkObstacle;
 use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::block::BlockError;
@@ -191,11 +195,20 @@ pub struct OverlayEpoch {
     /// libvirt's name of the disk, if a domain has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
-    /// Whether the directory has a head of the epoch.
+    /// Whether the directory has a head for the checkpoint.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_head: bool,
+    /// Which head of the epoch.
+    #[serde(default)]
+    pub head_number: u64,
     #[serde(flatten)]
     pub id: EpochId,
+}
+
+impl OverlayEpoch {
+    fn head(&self) -> Option<OverlayHead> {
+        self.has_head.then_some(OverlayHead { epoch: self.id.epoch, number: self.head_number })
+    }
 }
 
 /// The disks of a running VM that take part in checkpoints by overlays.

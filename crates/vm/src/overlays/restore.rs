@@ -12,6 +12,7 @@
 //! The files of the checkpoint are not written, so a restore can be repeated until the restored guest's first
 //! checkpoint is committed.
 
+use super::head::copy_data;
 use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
 use super::{OverlayDisksError, OverlayEpoch, fence, overlay_name};
 use crate::fault;
@@ -30,7 +31,6 @@ use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use uuid::Uuid;
@@ -285,7 +285,9 @@ impl RestoredDisk {
         if state.fence.is_some_and(|fence| fence.is_in_force) {
             check_fence(at, &directory, &below)?;
         }
-        if at.has_head && !directory.has_head(at.id.epoch)? {
+        if let Some(head) = at.head()
+            && !directory.has_head(head)?
+        {
             return Err(no_epoch().into());
         }
         let fresh = directory.unused_epoch()?;
@@ -311,9 +313,9 @@ impl RestoredDisk {
             Some(epoch) => (self.directory.path_of(*epoch), "qcow2"),
             None => (self.at.image.clone(), self.at.format.as_str()),
         };
-        if self.at.has_head {
-            let head = self.directory.head_path(self.at.id.epoch);
-            let copied = File::open(&head).and_then(|mut head| io::copy(&mut head, &mut File::create(&path)?));
+        if let Some(head) = self.at.head() {
+            let head = self.directory.head_path(head);
+            let copied = File::open(&head).and_then(|head| copy_data(&head, &File::create(&path)?));
             copied.map_err(OverlayDisksError::io(&head))?;
             // What was below it may have been merged since.
             rename_below(qemu_img, &path, &below, format)?;
