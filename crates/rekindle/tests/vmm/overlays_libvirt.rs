@@ -234,14 +234,49 @@ fn a_checkpoint_has_what_the_guest_has_written_between_the_overlays_and_the_paus
 }
 
 #[test]
+fn a_disk_that_is_hardly_written_keeps_its_overlay_and_each_checkpoint_has_a_copy() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    write_both(guest, 1);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    let first = ["vda", "vdb"].map(|target| attached.files(target));
+    guest.ask("write vda 0 8 2");
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "3"]].concat());
+    guest.ask("write vda 4 8 3");
+    guest.ask("write vdb 0 8 3");
+    let expected = read_both(guest);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    guest.ask("write vda 2 8 4");
+    // A copy that belongs to no checkpoint.
+    let fault = [("REKINDLE_FAULT", "overlay.seal.sealed:kill")];
+    Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
+    assert_eq!(["vda", "vdb"].map(|target| attached.files(target)), first);
+    let copies = fs::read_dir(overlays("vda")).unwrap();
+    let copies = copies.filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with("head-"));
+    assert!((2..=3).contains(&copies.count()));
+    attached.kill_qemu();
+    for attempt in [5, 6] {
+        restore(guest, &store, &[]);
+        assert_both_agree(guest, &expected, &format!("attempt {attempt}"));
+        write_both(guest, attempt);
+        crash(guest);
+    }
+}
+
+#[test]
 fn an_overlay_that_was_put_in_vain_is_used_for_the_checkpoint_after_it() {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    write_both(guest, 3);
     // Killed before it merges the overlays of its checkpoint, so that the overlay in vain is the third.
     let fault = [("REKINDLE_FAULT", "overlay.merge.unfenced:kill")];
     Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
+    write_both(guest, 4);
     let (mut protector, process) = stopped_before_the_pause(&attached, &store, &["--every", "50ms", "--count", "1"]);
     write_both(guest, 1);
     let expected = read_both(guest);
@@ -268,6 +303,7 @@ fn continue_after_killed_at(points: &[&str]) {
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
     for (seed, point) in points.iter().enumerate() {
         write_both(guest, seed as u64);
         let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
@@ -571,6 +607,9 @@ fn a_protector_continues_after_the_daemon_was_killed_around_a_mark_and_a_merge()
         eprintln!("{point}");
         if seed > 0 {
             attached.attach();
+        }
+        if point.starts_with("overlay.merge.") {
+            protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
         }
         write_both(guest, seed as u64);
         let expected = read_both(guest);
