@@ -9,6 +9,7 @@
 //! | 5 | format 4, and redo logs outside the images' directories |
 //! | 6 | format 5, and the port through which a guest announces phases |
 //! | 7 | format 2, and disks on overlays, which are in the checkpoint's metadata |
+//! | 8 | format 7, and numbered copies of overlays |
 
 use rekindle_qemu::command::{Disk, Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -18,7 +19,9 @@ use serde_json::Value;
 
 /// The newest format that this version of Rekindle reads. It writes the oldest format that suffices, so that older
 /// versions can read the recipe.
-pub const FORMAT: u32 = 7;
+pub const FORMAT: u32 = 8;
+/// The newest format without numbered copies of overlays.
+pub const WITHOUT_HEADS: u32 = 7;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -232,8 +232,8 @@ impl<D: LogFiles> OverlayDirectory<D> {
         Ok(names.iter().filter_map(|name| OverlayHead::from_file_name(name)).collect())
     }
 
-    /// Creates the empty file of an epoch's next head. [`Self::seal`] makes it durable. The earlier heads stay: it is unknown
-    /// which of them a checkpoint needs.
+    /// Creates the empty file of an epoch's next head. [`Self::seal`] makes it durable. The earlier heads stay, because
+    /// checkpoints may have them.
     ///
     /// # Errors
     /// If the file cannot be created.
@@ -256,7 +256,22 @@ impl<D: LogFiles> OverlayDirectory<D> {
         self.heads()?.into_iter().filter(is_useless).try_for_each(|head| self.remove_head(head))
     }
 
-    fn remove_head(&self, head: OverlayHead) -> Result<(), OverlayError> {
+    /// Removes the heads that are newer than `committed`, that of the newest checkpoint. None of their checkpoints can be
+    /// committed any more. Removes none if `committed` itself is not there: then a checkpoint in another store is newer.
+    ///
+    /// # Errors
+    /// If a file cannot be removed.
+    pub fn remove_heads_after(&self, committed: Option<OverlayHead>) -> Result<(), OverlayError> {
+        let heads = self.heads()?;
+        let Some(committed) = committed.filter(|committed| heads.contains(committed)) else { return Ok(()) };
+        heads.into_iter().filter(|head| *head > committed).try_for_each(|head| self.remove_head(head))
+    }
+
+    /// Removes a head.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub fn remove_head(&self, head: OverlayHead) -> Result<(), OverlayError> {
         self.files.remove(&head.file_name()).map_err(failed(&self.files, "removing the head of an overlay"))
     }
 

@@ -104,6 +104,15 @@ impl OverlayState {
         self.dead.iter().any(|dead| (dead.first..=dead.last).contains(&epoch))
     }
 
+    /// Returns the newest epoch up to this one that a restore has not discarded.
+    #[must_use]
+    pub fn newest_living(&self, mut epoch: u64) -> u64 {
+        while let Some(dead) = self.dead.iter().find(|dead| (dead.first..=dead.last).contains(&epoch)) {
+            epoch = dead.first - 1;
+        }
+        epoch
+    }
+
     /// Goes back to the disk of `epoch`: the guest writes to epoch `fresh` from now on, and those between are dead.
     pub fn restart_at(&mut self, epoch: u64, fresh: u64, owner: String) {
         self.dead.retain(|dead| dead.last > self.merged);

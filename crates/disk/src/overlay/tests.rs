@@ -533,3 +533,32 @@ fn a_restore_makes_the_epochs_after_its_own_dead() {
     directory.remove_overlay(2).unwrap();
     assert!(matches!(directory.overlays_of(5), Err(super::OverlayError::MissingEpoch { epoch: 2, .. })));
 }
+
+#[test]
+fn heads_are_numbered_and_only_those_that_no_checkpoint_has_are_removed() {
+    let disk = CrashDisk::new(vec![0; 4096]);
+    let directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), 4096)).unwrap();
+    let heads: Vec<OverlayHead> = (0..4).map(|_| directory.create_head(7).unwrap()).collect();
+    assert_eq!(heads.iter().map(|head| head.number).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    let left = || heads.iter().filter(|head| directory.has_head(**head).unwrap()).map(|head| head.number);
+    directory.remove_useless_heads(Some(heads[1])).unwrap();
+    assert_eq!(left().collect::<Vec<_>>(), [2, 3, 4]);
+    // A checkpoint in another store has a newer one.
+    directory.remove_heads_after(Some(heads[0])).unwrap();
+    assert_eq!(left().collect::<Vec<_>>(), [2, 3, 4]);
+    directory.remove_heads_after(Some(heads[2])).unwrap();
+    assert_eq!(left().collect::<Vec<_>>(), [2, 3]);
+    assert_eq!(directory.create_head(7).unwrap().number, 4);
+    // That of an earlier version.
+    disk.create("head-000000000007.qcow2").unwrap();
+    assert!(directory.has_head(OverlayHead { epoch: 7, number: 0 }).unwrap());
+    assert_eq!(directory.create_head(8).unwrap().number, 1);
+}
+
+#[test]
+fn a_merge_below_a_discarded_epoch_keeps_the_checkpoint_before_it() {
+    let mut state = OverlayState::new("image".into(), 4096);
+    state.restart_at(3, 6, "another".into());
+    state.restart_at(3, 9, "a third".into());
+    assert_eq!([8, 6, 5, 3, 9].map(|epoch| state.newest_living(epoch)), [3, 3, 3, 3, 9]);
+}

@@ -215,7 +215,7 @@ impl TrackingSession {
         self.check_devices_unchanged()?;
         self.epochs.seal(&disks)?;
         if let Some(disks) = &mut self.overlays {
-            disks.seal(self.monitors.control(), &overlays)?;
+            disks.seal(&overlays)?;
         }
         let stopped_us = paused.stopped_us();
         let definition = serde_json::to_value(self.recipe(&overlays)).unwrap_or(Value::Null);
@@ -269,8 +269,10 @@ impl TrackingSession {
         if let Some(machine) = &mut recipe.hardware.foreign {
             machine.overlays.clear();
         }
-        if !overlays.is_empty() {
+        if overlays.iter().any(|overlay| overlay.has_head) {
             recipe.format = recipe::FORMAT;
+        } else if !overlays.is_empty() {
+            recipe.format = recipe::WITHOUT_HEADS;
         }
         recipe
     }

@@ -164,6 +164,9 @@ impl TrackingSession {
         if let Some(tracker) = own_tracker {
             self.continue_without_pager(tracker)?;
         }
+        if let Some(disks) = &self.overlays {
+            disks.check_marked(self.monitors.control(), &overlays)?;
+        }
         if after_pause == AfterPause::StayStopped {
             on_stopped(&StoppedGuest {
                 number,

@@ -4,8 +4,7 @@
 //! order of the nodes is read from `query-blockstats`, whose entries are nested as the nodes are.
 
 use super::BlockError;
-use super::jobs::{Job, is_own_job};
-use super::libvirt;
+use super::jobs::{self, Job, is_own_job};
 use super::names::{OverlayName, is_overlay_file};
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -183,7 +182,7 @@ impl BlockGraph {
     /// Returns libvirt's merge of this disk, which runs, or has ended and was not processed by libvirt yet.
     #[must_use]
     pub fn libvirt_merge_of(&self, target: &str) -> Option<&Job> {
-        libvirt::merge_among(&self.jobs, target)
+        jobs::libvirt_merge(&self.jobs, target)
     }
 
     /// Returns base and overlays of a device.

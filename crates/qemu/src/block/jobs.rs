@@ -44,6 +44,12 @@ pub fn is_own_job(id: &str) -> bool {
     id.starts_with(OWN_PREFIX)
 }
 
+/// Returns libvirt's merge of a disk, which has libvirt's name `target`.
+pub(super) fn libvirt_merge<'j>(jobs: &'j [Job], target: &str) -> Option<&'j Job> {
+    let prefix = format!("commit-{target}-");
+    jobs.iter().find(|job| job.id.starts_with(&prefix))
+}
+
 impl Job {
     /// Returns all jobs.
     ///

@@ -95,13 +95,7 @@ pub fn start_merge(qmp: &mut Qmp, target: &str, base: &Path, top: Option<&Path>,
 /// # Errors
 /// When QEMU does not answer.
 pub fn merge_of(qmp: &mut Qmp, target: &str) -> Result<Option<Job>, QmpError> {
-    Ok(merge_among(&Job::list(qmp)?, target).cloned())
-}
-
-/// Returns libvirt's merge of this disk.
-pub(super) fn merge_among<'j>(jobs: &'j [Job], target: &str) -> Option<&'j Job> {
-    let prefix = format!("commit-{target}-");
-    jobs.iter().find(|job| job.id.starts_with(&prefix))
+    Ok(jobs::libvirt_merge(&Job::list(qmp)?, target).cloned())
 }
 
 /// Ends a merge of this disk, if there is one. The disk stays on its overlays.

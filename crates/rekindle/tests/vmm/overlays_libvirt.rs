@@ -197,8 +197,13 @@ fn memory_and_disks_of_a_restored_domain_agree() {
 
 /// Starts a protector, and waits until it has stopped itself after libvirt has put the overlays, before the pause.
 fn stopped_before_the_pause(attached: &Attached<'_>, store: &Path, arguments: &[&str]) -> (Protector, Process) {
+    stopped_at("overlay.mark.marked", attached, store, arguments)
+}
+
+/// Starts a protector, and waits until it has stopped itself at this fault point.
+fn stopped_at(point: &str, attached: &Attached<'_>, store: &Path, arguments: &[&str]) -> (Protector, Process) {
     let arguments = [&OVERLAYS[..], arguments].concat();
-    let fault = [("REKINDLE_FAULT", "overlay.mark.marked:stop")];
+    let fault = [("REKINDLE_FAULT", &*format!("{point}:stop"))];
     let protector = Protector::start_with(&attached.guest, attached.lab, store, &arguments, &fault);
     let process = Process::of(protector.child.id()).unwrap();
     wait_for("the protector to stop", DEADLINE, || process.is_stopped().then_some(()));
@@ -263,6 +268,29 @@ fn a_disk_that_is_hardly_written_keeps_its_overlay_and_each_checkpoint_has_a_cop
         write_both(guest, attempt);
         crash(guest);
     }
+}
+
+#[test]
+fn an_overlay_that_was_small_until_just_before_the_pause_gets_another_one_above_it() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
+    write_both(guest, 1);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    let first = attached.files("vda");
+    let (mut protector, process) = stopped_at("overlay.mark.chosen", &attached, &store, &["--count", "1"]);
+    write_both(guest, 2);
+    let expected = read_both(guest);
+    process.resume().unwrap();
+    protector.wait("checkpoint");
+    assert!(protector.child.wait().unwrap().success());
+    assert_ne!(attached.files("vda"), first);
+    write_both(guest, 3);
+    attached.kill_qemu();
+    restore(guest, &store, &[]);
+    assert_both_agree(guest, &expected, "restored");
+    guest.rekindle(&["stop", "--now"]).ok();
 }
 
 #[test]

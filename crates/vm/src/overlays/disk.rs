@@ -31,8 +31,13 @@ use std::time::Duration;
 const MERGE_GRACE: Duration = Duration::from_secs(1);
 /// How long QEMU may take to merge all overlays while the guest runs.
 const END_TIMEOUT: Duration = Duration::from_secs(600);
-/// Lowest rate of a merge, in bytes per second: with less, a busy guest has ever more overlays.
+/// A merge without which no other overlay can be put on the disk is not slowed down.
+const NO_SPEED_LIMIT: u64 = 0;
+/// Lowest rate of a merge, in bytes per second.
 const MIN_MERGE_SPEED: u64 = 4 << 20;
+/// Part of the time between two checkpoints in which a merge is to end, from the commit on. A faster one delays the guest's
+/// requests more, because QEMU's main loop does both. A slower one may still run when the next checkpoint is prepared.
+const MERGE_PERCENT: u64 = 55;
 /// The directory of overlays can be entered by QEMU's user, and read by ours only.
 const DIRECTORY_MODE: u32 = 0o711;
 /// Largest overlay of libvirt's that is copied in the next pause, too. On a larger one, another overlay is put.
@@ -81,7 +86,10 @@ pub(super) struct OverlayDisk {
     libvirt: Option<LibvirtDisk>,
     /// The newest epoch whose checkpoint certainly counts.
     committed: u64,
+    /// The head of the newest checkpoint. That of a later epoch, or with a higher number, is newer.
     committed_head: Option<OverlayHead>,
+    /// A head that this process has made and not sealed, so that no checkpoint has it.
+    unsealed_head: Option<OverlayHead>,
     /// Epochs up to this one that are newer than `committed` have no checkpoint, and will not get one.
     decided: u64,
     /// An overlay that this process has made durable; one of another process may not be.
@@ -128,6 +136,7 @@ impl OverlayDisk {
             libvirt,
             committed: 0,
             committed_head: None,
+            unsealed_head: None,
             decided: 0,
             created: None,
             created_bytes: 0,
@@ -159,13 +168,13 @@ impl OverlayDisk {
         match recorded.libvirt_disk() {
             Some(disk) => {
                 disk.chain(view.graph()?.as_ref())?;
-                libvirt_block::cancel_merge(view.change(), &disk.target)?;
+                libvirt_block::cancel_merge(view.monitor_to_change(), &disk.target)?;
                 // An end that was interrupted is completed below, and libvirt may still be recording it.
                 if disk.chain(view.graph()?.as_ref())?.overlays.is_empty() {
                     disk.await_record(view)?;
                 }
             }
-            None => overlay::cancel_end(view.change(), recorded.number)?,
+            None => overlay::cancel_end(view.monitor_to_change(), recorded.number)?,
         }
         let directory = OverlayDirectory::open(files_of(&recorded))?;
         let Some(directory) = directory else {
@@ -213,7 +222,7 @@ impl OverlayDisk {
         let chain = self.checked_chain(&graph)?;
         let newest = chain.overlays.last().map_or(self.directory.state().merged, |newest| newest.epoch);
         let unused: Vec<OverlayName> = graph.overlays_of(self.number()).filter(|name| name.epoch > newest).collect();
-        unused.into_iter().try_for_each(|name| Ok(overlay::remove_unused(view.change(), name)?))
+        unused.into_iter().try_for_each(|name| Ok(overlay::remove_unused(view.monitor_to_change(), name)?))
     }
 
     /// Returns the nodes of the device after a check that only ours are on the recorded image.
@@ -278,6 +287,9 @@ impl OverlayDisk {
             let head = epoch.head();
             self.committed = self.committed.max(epoch.id.epoch);
             self.committed_head = self.committed_head.max(head);
+            if let Err(e) = self.directory.remove_heads_after(self.committed_head) {
+                tracing::warn!(device = self.device(), error = %e, "cannot remove a copy of an overlay");
+            }
         }
         self.decided = self.directory.state().sealed;
     }
@@ -323,11 +335,10 @@ impl OverlayDisk {
         }
         self.check_space()?;
         let found = self.found(view)?;
-        let not_ready = |obstacle| OverlayDisksError::NotReady { device: self.device().into(), obstacle };
         let kept = self.kept_overlay(&found);
         let epoch = match kept {
             Some(epoch) => epoch,
-            None => found.check_mark(self.directory.state()).map_err(not_ready)?,
+            None => found.check_mark(self.directory.state()).map_err(|obstacle| self.not_ready(obstacle))?,
         };
         if !self.directory.state().may_be_marked {
             self.directory.record(|state| state.may_be_marked = true)?;
@@ -340,6 +351,7 @@ impl OverlayDisk {
             (base.driver.clone(), base.cache, base.detect_zeroes.clone(), top.size);
         let path = self.directory.path_of(epoch);
         self.directory.remove_useless_heads(self.committed_head)?;
+        self.remove_unsealed_head()?;
         let is_put = kept.is_some();
         let head = match is_put || self.libvirt.is_some() {
             true => Some(self.create_head(epoch - 1, is_put)?),
@@ -365,8 +377,41 @@ impl OverlayDisk {
         (is_small || is_put_in_vain).then_some(*top)
     }
 
-    fn create_head(&self, epoch: u64, is_put: bool) -> Result<Head, OverlayDisksError> {
+    fn remove_unsealed_head(&mut self) -> Result<(), OverlayDisksError> {
+        match self.unsealed_head.take() {
+            Some(head) => Ok(self.directory.remove_head(head)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts another overlay on the disk after all, if the guest has made the one that is to be kept large since
+    /// [`OverlayDisk::prepare`]: the pause would be long.
+    pub fn reconsider_kept(&mut self) -> Result<(), OverlayDisksError> {
+        let Some(Prepared { chain, epoch, head: Some(Head { is_put: true, .. }), .. }) = &self.prepared else {
+            return Ok(());
+        };
+        let (top, is_full) = (*epoch, chain.overlays.len() >= MAX_OVERLAYS);
+        if self.libvirt.is_none() || is_full || self.stored_bytes(top) <= MAX_KEPT_BYTES {
+            return Ok(());
+        }
+        if self.created != Some(top + 1) {
+            return Err(self.not_ready(MarkObstacle::NotPrepared));
+        }
+        self.remove_unsealed_head()?;
+        let (head, path) = (self.create_head(top, false)?, self.directory.path_of(top + 1));
+        if let Some(prepared) = &mut self.prepared {
+            (prepared.epoch, prepared.path, prepared.head) = (top + 1, path, Some(head));
+        }
+        Ok(())
+    }
+
+    fn not_ready(&self, obstacle: MarkObstacle) -> OverlayDisksError {
+        OverlayDisksError::NotReady { device: self.device().into(), obstacle }
+    }
+
+    fn create_head(&mut self, epoch: u64, is_put: bool) -> Result<Head, OverlayDisksError> {
         let name = self.directory.create_head(epoch)?;
+        self.unsealed_head = Some(name);
         let path = self.directory.head_path(name);
         let file = File::options().write(true).open(&path).map_err(OverlayDisksError::io(&path))?;
         Ok(Head { is_put, name, file })
@@ -435,7 +480,7 @@ impl OverlayDisk {
         if let Some(disk) = &self.libvirt {
             disk.start_merge(view, &merge.chain, newest, speed, || self.pass("overlay.merge.unfenced"))?;
         } else {
-            overlay::start_merge(view.change(), &merge.chain, newest, speed)?;
+            overlay::start_merge(view.monitor_to_change(), &merge.chain, newest, speed)?;
         }
         self.pass("overlay.merge.started");
         Ok(())
@@ -445,7 +490,7 @@ impl OverlayDisk {
     fn merge_speed(&self, merge: &DueMerge, interval: Duration) -> u64 {
         let epochs = merge.chain.overlays.iter().map(|overlay| overlay.epoch).filter(|epoch| *epoch <= merge.up_to);
         let bytes: u64 = epochs.map(|epoch| self.stored_bytes(epoch)).sum();
-        let usable_ms = (interval.as_millis() as u64 * 4 / 10).max(1);
+        let usable_ms = (interval.as_millis() as u64 * MERGE_PERCENT / 100).max(1);
         (bytes.saturating_mul(1000) / usable_ms).max(MIN_MERGE_SPEED)
     }
 
@@ -467,9 +512,10 @@ impl OverlayDisk {
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
                 }
                 self.sync_image()?;
-                // A user of libvirt may have merged it in the moment before the fence.
+                // A user of libvirt may have merged it in the moment before the fence. What a restore has discarded was not
+                // merged: checkpoints before it keep their disk.
                 self.directory.record(|state| {
-                    state.floor = state.floor.max(up_to);
+                    state.floor = state.floor.max(state.newest_living(up_to));
                     state.merged = state.merged.max(up_to);
                 })?;
                 self.pass("overlay.merge.recorded");
@@ -489,7 +535,7 @@ impl OverlayDisk {
             }
             OverlayStep::Merge { up_to } => {
                 let merge = DueMerge { chain: self.chain_now(view)?, up_to };
-                self.start_merge(view, &merge, 0)
+                self.start_merge(view, &merge, NO_SPEED_LIMIT)
             }
             OverlayStep::Create { epoch } => self.create(view, epoch),
             // `adopt` has resolved what an earlier process has left, so another program has changed the disk.
@@ -518,9 +564,9 @@ impl OverlayDisk {
             self.created_bytes = top.size;
             return self.finish_create(epoch);
         }
-        overlay::create(view.change(), &chain, name, &path)?;
+        overlay::create(view.monitor_to_change(), &chain, name, &path)?;
         if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
-            overlay::remove_unused(view.change(), name)?;
+            overlay::remove_unused(view.monitor_to_change(), name)?;
             let why = format!("QEMU does not see {} there", path.display());
             return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
         }
@@ -540,7 +586,7 @@ impl OverlayDisk {
             Some(disk) => disk.finish_merge(view, timeout)?,
             None => {
                 let chain = self.chain_now(view)?;
-                overlay::finish_merge(view.change(), &chain, overlay_name(self.number(), up_to), timeout)?;
+                overlay::finish_merge(view.monitor_to_change(), &chain, overlay_name(self.number(), up_to), timeout)?;
                 self.pass("overlay.merge.merged");
             }
         }
@@ -551,8 +597,8 @@ impl OverlayDisk {
     fn finish_or_cancel_merge(&self, view: &mut DiskView<'_>, up_to: u64) -> Result<(), OverlayDisksError> {
         match self.finish_merge(view, up_to, MERGE_GRACE) {
             Err(OverlayDisksError::Block(BlockError::JobTimeout { job, .. })) => match &self.libvirt {
-                Some(disk) => Ok(libvirt_block::cancel_merge(view.change(), &disk.target)?),
-                None => Ok(jobs::cancel(view.change(), &job).map(drop)?),
+                Some(disk) => Ok(libvirt_block::cancel_merge(view.monitor_to_change(), &disk.target)?),
+                None => Ok(jobs::cancel(view.monitor_to_change(), &job).map(drop)?),
             },
             // The overlays are still on the disk, and the merge is repeated after the next checkpoint.
             Err(OverlayDisksError::Block(e @ BlockError::JobFailed { .. })) => {
@@ -600,8 +646,13 @@ impl OverlayDisk {
 
     /// Checks that the disk is exactly what the mark of `epoch` has made of it: a user of libvirt may have changed it
     /// since [`OverlayDisk::prepare`].
-    fn check_marked(&self, view: &mut DiskView<'_>, epoch: u64) -> Result<(), OverlayDisksError> {
-        let Some(disk) = &self.libvirt else { return Ok(()) };
+    pub fn check_marked(&self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        self.compare_marked(view, marked).map_err(|e| permit_merge(self.directory.state(), e))
+    }
+
+    fn compare_marked(&self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        let (Some(disk), Some(marked)) = (&self.libvirt, self.of_this_disk(marked)) else { return Ok(()) };
+        let epoch = marked.id.epoch;
         disk.await_record(view)?;
         let path = self.directory.path_of(epoch + 1);
         let newest = self.chain_now(view)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
@@ -616,7 +667,7 @@ impl OverlayDisk {
     /// Notes that the prepared overlay is on the disk. Returns the epoch that it has ended.
     pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
         let Prepared { format, cache, detect_zeroes, bytes, epoch, head, .. } = self.prepared.take()?;
-        self.created = None;
+        self.created.take_if(|created| *created == epoch);
         let RecordedDisk { device, drive, number, image, directory, target, .. } = self.recorded.clone();
         let id = EpochId { disk: self.directory.state().disk, epoch: epoch - 1 };
         Some(OverlayEpoch {
@@ -636,10 +687,10 @@ impl OverlayDisk {
         })
     }
 
-    pub fn seal(&mut self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
         let Some(marked) = self.of_this_disk(marked) else { return Ok(()) };
         let (epoch, head) = (marked.id.epoch, marked.head());
-        self.check_marked(view, epoch)?;
+        self.unsealed_head = None;
         let image = self.recorded.image.clone();
         self.directory.seal(epoch, head, || File::open(&image)?.sync_data())?;
         self.pass("overlay.seal.sealed");
@@ -649,10 +700,10 @@ impl OverlayDisk {
     /// Copies all overlays into the image while the guest runs.
     pub fn prepare_end(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         if let Some(disk) = &self.libvirt {
-            libvirt_block::cancel_merge(view.change(), &disk.target)?;
+            libvirt_block::cancel_merge(view.monitor_to_change(), &disk.target)?;
             disk.await_record(view)?;
         } else if let Some(up_to) = view.graph()?.merge_of(self.number()) {
-            jobs::cancel(view.change(), &up_to.merge_job())?;
+            jobs::cancel(view.monitor_to_change(), &up_to.merge_job())?;
         }
         self.remove_prepared_nodes(view)?;
         self.directory.close()?;
@@ -665,7 +716,7 @@ impl OverlayDisk {
                 disk.prepare_end(view, END_TIMEOUT)?;
             }
             Some(_) => {}
-            None => overlay::prepare_end(view.change(), &chain, END_TIMEOUT)?,
+            None => overlay::prepare_end(view.monitor_to_change(), &chain, END_TIMEOUT)?,
         }
         self.pass("overlay.end.copied");
         self.ending = Some(chain);
@@ -693,7 +744,7 @@ impl OverlayDisk {
             disk.await_record(view)?;
         } else {
             let nodes: Vec<OverlayName> = graph.overlays_of(self.number()).collect();
-            nodes.into_iter().try_for_each(|name| overlay::remove_unused(view.change(), name))?;
+            nodes.into_iter().try_for_each(|name| overlay::remove_unused(view.monitor_to_change(), name))?;
         }
         self.remove_fence()?;
         self.sync_image()?;

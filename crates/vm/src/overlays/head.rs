@@ -5,10 +5,11 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Read};
 
-/// Copies `from` to `to`, which is empty. Copies no holes: a new overlay consists of little else, although each write of
+/// Makes `to` a copy of `from`. Copies no holes: a new overlay consists of little else, although each write of
 /// the guest makes it longer by a cluster.
 pub(super) fn copy_data(from: &File, mut to: &File) -> io::Result<()> {
     let length = from.metadata()?.len();
+    to.set_len(0)?;
     to.set_len(length)?;
     let mut copied_to = 0;
     while copied_to < length {

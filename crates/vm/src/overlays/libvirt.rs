@@ -159,8 +159,13 @@ impl LibvirtDisk {
         }
         fence::open(&self.image)?;
         pass();
-        let started =
-            libvirt::start_merge(view.change(), &self.target, &self.image, Some(&self.path_of(&up_to)), speed);
+        let started = libvirt::start_merge(
+            view.monitor_to_change(),
+            &self.target,
+            &self.image,
+            Some(&self.path_of(&up_to)),
+            speed,
+        );
         fence::close(&self.image)?;
         let Some(above) = above else { return Ok(started?) };
         let finished = match started {
@@ -168,14 +173,14 @@ impl LibvirtDisk {
             Err(e) => Err(e.into()),
         };
         // Also after a lost answer: the fence is put in force only when no merge runs.
-        libvirt::cancel_merge(view.change(), &self.target)?;
+        libvirt::cancel_merge(view.monitor_to_change(), &self.target)?;
         fence::close(&above)?;
         finished
     }
 
     /// Waits for the end of a merge, and until libvirt has recorded it.
     pub fn finish_merge(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
-        if !libvirt::is_ended(view.change(), &self.target, timeout)? {
+        if !libvirt::is_ended(view.monitor_to_change(), &self.target, timeout)? {
             let job = format!("commit-{}", self.target);
             return Err(BlockError::JobTimeout { job, after: timeout }.into());
         }
@@ -184,9 +189,9 @@ impl LibvirtDisk {
 
     /// Copies all overlays into the image while the guest runs.
     pub fn prepare_end(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
-        libvirt::start_merge(view.change(), &self.target, &self.image, None, 0)?;
+        libvirt::start_merge(view.monitor_to_change(), &self.target, &self.image, None, 0)?;
         self.await_copied(view, timeout).inspect_err(|_| {
-            if let Err(e) = libvirt::cancel_merge(view.change(), &self.target) {
+            if let Err(e) = libvirt::cancel_merge(view.monitor_to_change(), &self.target) {
                 tracing::warn!(disk = self.target, error = %e, "cannot cancel a block job");
             }
         })
@@ -194,7 +199,7 @@ impl LibvirtDisk {
 
     /// Waits until QEMU has copied all overlays, and libvirt has recorded that: it rejects the pivot before.
     fn await_copied(&self, view: &mut DiskView<'_>, timeout: Duration) -> Result<(), OverlayDisksError> {
-        libvirt::wait_copied(view.change(), &self.target, timeout)?;
+        libvirt::wait_copied(view.monitor_to_change(), &self.target, timeout)?;
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let is_copied = |disk: &DomainDisk| disk.target == self.target && disk.is_copied;
         while !view.domain_disks(Description::Running)?.iter().any(is_copied) {
@@ -240,7 +245,7 @@ pub(super) fn remove_unused(
 ) -> Result<(), BlockError> {
     match disk {
         Some(_) => Ok(()),
-        None => overlay::remove_unused(view.change(), name),
+        None => overlay::remove_unused(view.monitor_to_change(), name),
     }
 }
 

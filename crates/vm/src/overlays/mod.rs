@@ -170,7 +170,7 @@ impl OverlayDisksError {
                 | Self::ForeignJob { .. }
                 | Self::ForeignSnapshot { .. }
                 | Self::LibvirtDisagrees { .. }
-                | Self::Block(BlockError::LibvirtRejected { .. })
+                | Self::Block(BlockError::LibvirtRejected { .. } | BlockError::JobTimeout { .. })
         )
     }
 }
@@ -327,6 +327,8 @@ impl OverlayDisks {
     /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out. A snapshot that a user has taken
     /// since then is below the overlay now: [`OverlayDisks::seal`] fails.
     pub fn put_early(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+        self.pass("overlay.mark.chosen");
+        self.disks.iter_mut().try_for_each(OverlayDisk::reconsider_kept)?;
         let not_put: Vec<&OverlayDisk> = self.disks.iter().filter(|disk| disk.is_to_be_put_early()).collect();
         if not_put.is_empty() {
             return Ok(());
@@ -364,13 +366,22 @@ impl OverlayDisks {
         Ok(self.disks.iter_mut().filter_map(OverlayDisk::note_mark).collect())
     }
 
+    /// Checks that no other program has changed the disks since [`OverlayDisks::prepare`]. Must follow the pause directly:
+    /// a user's snapshot leaves no trace once it is merged.
+    ///
+    /// # Errors
+    /// The marked disks are not those of the checkpoint.
+    pub fn check_marked(&self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        let mut view = DiskView::new(qmp);
+        self.disks.iter().try_for_each(|disk| disk.check_marked(&mut view, marked))
+    }
+
     /// Makes the marked disks durable. Must precede the store's commit.
     ///
     /// # Errors
     /// If a sync fails; then no later one succeeds, either.
-    pub fn seal(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
-        let mut view = DiskView::new(qmp);
-        self.disks.iter_mut().try_for_each(|disk| disk.seal(&mut view, marked))
+    pub fn seal(&mut self, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
+        self.disks.iter_mut().try_for_each(|disk| disk.seal(marked))
     }
 
     /// Notes the commit of the checkpoint with these disks, and starts to merge their overlays so that the merge ends

@@ -18,7 +18,7 @@ pub(super) enum Description {
     NextStart,
 }
 
-/// Nodes, jobs and libvirt's record. What was read is valid until [`DiskView::change`] or [`DiskView::forget`].
+/// Nodes, jobs and libvirt's record. What was read is valid until [`DiskView::monitor_to_change`] or [`DiskView::forget`].
 pub(super) struct DiskView<'q> {
     qmp: &'q mut Qmp,
     seen: Seen,
@@ -56,7 +56,7 @@ impl<'q> DiskView<'q> {
     }
 
     /// Returns the monitor for a command that changes the nodes, or for a wait until they have changed.
-    pub fn change(&mut self) -> &mut Qmp {
+    pub fn monitor_to_change(&mut self) -> &mut Qmp {
         self.forget();
         self.qmp
     }
