@@ -325,7 +325,7 @@ impl OverlayDisks {
     ///
     /// # Errors
     /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out. A snapshot that a user has taken
-    /// since then is below the overlay now: [`OverlayDisks::seal`] fails.
+    /// since then is below the overlay now: [`OverlayDisks::check_marked`] fails.
     pub fn put_early(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         self.pass("overlay.mark.chosen");
         self.disks.iter_mut().try_for_each(OverlayDisk::reconsider_kept)?;
