@@ -104,13 +104,15 @@ impl OverlayState {
         self.dead.iter().any(|dead| (dead.first..=dead.last).contains(&epoch))
     }
 
-    /// Returns the newest epoch up to this one that a restore has not discarded.
-    #[must_use]
-    pub fn newest_living(&self, mut epoch: u64) -> u64 {
-        while let Some(dead) = self.dead.iter().find(|dead| (dead.first..=dead.last).contains(&epoch)) {
-            epoch = dead.first - 1;
+    /// Notes that the image has all writes of epochs up to this. Those that a restore has discarded were not merged, so a
+    /// checkpoint before them keeps its disk. The floor is higher already, unless a user of libvirt has merged them.
+    pub fn note_merged(&mut self, up_to: u64) {
+        let mut newest = up_to;
+        while let Some(dead) = self.dead.iter().find(|dead| (dead.first..=dead.last).contains(&newest)) {
+            newest = dead.first - 1;
         }
-        epoch
+        self.floor = self.floor.max(newest);
+        self.merged = self.merged.max(up_to);
     }
 
     /// Goes back to the disk of `epoch`: the guest writes to epoch `fresh` from now on, and those between are dead.

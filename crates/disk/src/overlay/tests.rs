@@ -266,7 +266,7 @@ impl ProtectedDisk {
                 if !self.makes(Mistake::RecordWithoutSync) {
                     self.disk.image().sync().unwrap();
                 }
-                self.directory.record(|state| state.merged = up_to).unwrap();
+                self.directory.record(|state| state.note_merged(up_to)).unwrap();
             }
             OverlayStep::Delete { epoch } => self.directory.remove_overlay(epoch).unwrap(),
             OverlayStep::RaiseFloor { to } => {
@@ -560,5 +560,13 @@ fn a_merge_below_a_discarded_epoch_keeps_the_checkpoint_before_it() {
     let mut state = OverlayState::new("image".into(), 4096);
     state.restart_at(3, 6, "another".into());
     state.restart_at(3, 9, "a third".into());
-    assert_eq!([8, 6, 5, 3, 9].map(|epoch| state.newest_living(epoch)), [3, 3, 3, 3, 9]);
+    let after = |up_to: u64| {
+        let mut state = state.clone();
+        state.sealed = 9;
+        state.note_merged(up_to);
+        (state.floor, state.merged, state.has_epoch(3))
+    };
+    assert_eq!(after(8), (3, 8, true));
+    assert_eq!(after(3), (3, 3, true));
+    assert_eq!(after(9), (9, 9, false));
 }

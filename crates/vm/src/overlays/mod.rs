@@ -389,16 +389,19 @@ impl OverlayDisks {
     pub fn note_commit(&mut self, qmp: &mut Qmp, marked: &[OverlayEpoch], interval: Duration) {
         self.note_committed(marked);
         let mut view = DiskView::new(qmp);
-        let mut each = |take_steps: &dyn Fn(&mut OverlayDisk, &mut DiskView<'_>) -> Result<(), OverlayDisksError>| {
-            for disk in &mut self.disks {
-                if let Err(e) = take_steps(disk, &mut view) {
-                    tracing::warn!(device = disk.device(), error = %e, "overlays are not merged yet");
-                }
-            }
-        };
-        each(&OverlayDisk::advance);
-        each(&|disk, view| disk.start_due_merge(view, interval));
-        each(&OverlayDisk::advance);
+        for disk in &mut self.disks {
+            let advanced = disk.advance(&mut view);
+            disk.warn_if_late(advanced);
+        }
+        for disk in &mut self.disks {
+            let started = disk.start_due_merge(&mut view, interval);
+            disk.warn_if_late(started);
+        }
+        // One view shows which merges have ended already.
+        for disk in &mut self.disks {
+            let advanced = disk.advance(&mut view);
+            disk.warn_if_late(advanced);
+        }
     }
 
     /// Returns whether there is too little room for overlays.
