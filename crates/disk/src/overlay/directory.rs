@@ -1,7 +1,7 @@
 //! The directory of a disk's overlays: the state file, one qcow2 file for each epoch, and *heads*.
 //!
-//! The head of an epoch is a copy of the next epoch's overlay, at a checkpoint that was taken while this overlay was on the
-//! disk: it has what the guest has written since the epoch ended. An epoch may have several heads.
+//! A head of epoch N is a copy of the overlay of epoch N + 1, made in the pause of a checkpoint. It has what the guest has
+//! written since epoch N ended. Several checkpoints may copy the same overlay, so an epoch may have several heads.
 //!
 //! One process at a time has the directory claimed. The files are created and removed here; their content is QEMU's.
 
@@ -256,8 +256,9 @@ impl<D: LogFiles> OverlayDirectory<D> {
         self.heads()?.into_iter().filter(is_useless).try_for_each(|head| self.remove_head(head))
     }
 
-    /// Removes the heads that are newer than `committed`, that of the newest checkpoint. None of their checkpoints can be
-    /// committed any more. Removes none if `committed` itself is not there: then a checkpoint in another store is newer.
+    /// Removes all heads newer than `committed`, the head of the newest checkpoint in the store. The caller knows that the
+    /// checkpoints of the newer heads can no longer be committed. If the file of `committed` is missing, removes nothing: a
+    /// checkpoint in another store has replaced it.
     ///
     /// # Errors
     /// If a file cannot be removed.

@@ -104,8 +104,9 @@ impl OverlayState {
         self.dead.iter().any(|dead| (dead.first..=dead.last).contains(&epoch))
     }
 
-    /// Notes that the image has all writes of epochs up to this. Those that a restore has discarded were not merged, so a
-    /// checkpoint before them keeps its disk. The floor is higher already, unless a user of libvirt has merged them.
+    /// Notes that the image has all writes of the epochs up to `up_to`, except dead ones, which are never merged. So the floor
+    /// rises only to the newest epoch that is not dead, and the checkpoint before the dead ones keeps its disk. Our own merges
+    /// have raised the floor already; a merge by a user of libvirt has not.
     pub fn note_merged(&mut self, up_to: u64) {
         let mut newest = up_to;
         while let Some(dead) = self.dead.iter().find(|dead| (dead.first..=dead.last).contains(&newest)) {

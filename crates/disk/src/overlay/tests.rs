@@ -47,7 +47,7 @@ enum Mistake {
     HeadWithoutSync,
     /// A checkpoint copies the overlay over the head of the committed one.
     HeadInPlace,
-    /// The head of the committed checkpoint is removed when the next one has its own.
+    /// The head of the committed checkpoint is removed before a later checkpoint is committed.
     EarlyRemovalOfHead,
 }
 

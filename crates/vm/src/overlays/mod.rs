@@ -320,12 +320,12 @@ impl OverlayDisks {
         self.disks.iter().any(|disk| disk.target().is_some())
     }
 
-    /// Lets libvirt put the next overlay on each of a domain's disks, while the guest runs. Does nothing for a guest that is
-    /// no domain of libvirt. An overlay without a checkpoint is of no use, so the guest should run.
+    /// Lets libvirt put the next overlay on each disk of a domain that does not keep its overlay. Does nothing for a guest that
+    /// is no domain of libvirt. The guest should run: without a pause after it, the overlay has no checkpoint.
     ///
     /// # Errors
     /// If libvirt rejects it. If its answer was lost, [`OverlayDisks::prepare`] finds out. A snapshot that a user has taken
-    /// since then is below the overlay now: [`OverlayDisks::check_marked`] fails.
+    /// since [`OverlayDisks::prepare`] is below the overlay now: [`OverlayDisks::check_marked`] fails.
     pub fn put_early(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
         self.pass("overlay.mark.chosen");
         self.disks.iter_mut().try_for_each(OverlayDisk::reconsider_kept)?;

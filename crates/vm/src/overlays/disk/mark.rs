@@ -39,8 +39,8 @@ impl OverlayDisk {
         }
     }
 
-    /// Puts another overlay on the disk after all, if the guest has made the one that is to be kept large since
-    /// [`OverlayDisk::prepare`]: the pause would be long.
+    /// Chooses a new overlay instead of the kept one if the guest has written much to that one since
+    /// [`OverlayDisk::prepare`], because copying it would make the pause long. A disk with the most overlays keeps it.
     pub fn reconsider_kept(&mut self) -> Result<(), OverlayDisksError> {
         let Some(Prepared { chain, epoch, head: Some(Head { is_put: true, .. }), .. }) = &self.prepared else {
             return Ok(());
@@ -130,8 +130,8 @@ impl OverlayDisk {
         }
     }
 
-    /// Checks that the disk is exactly what the mark of `epoch` has made of it: a user of libvirt may have changed it
-    /// since [`OverlayDisk::prepare`].
+    /// Checks that the disk is still as `marked` describes it. A user of libvirt may have changed it since
+    /// [`OverlayDisk::prepare`].
     pub fn check_marked(&self, view: &mut DiskView<'_>, marked: &[OverlayEpoch]) -> Result<(), OverlayDisksError> {
         self.compare_marked(view, marked).map_err(|e| permit_merge(self.directory.state(), e))
     }
