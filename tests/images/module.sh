@@ -2,14 +2,17 @@
 # Kernel modules for the guests' own kernel. Sourced by the builds of images that have one, after scripts/common.sh; uses $temp, a folder
 # of theirs, and $release and $kernel_version, the kernel's.
 
-# Unpacks what modules are built with to $temp/headers, and makes its absolute paths lead there. They are not installed.
+# Unpacks what modules are built with to $temp/headers, and makes its absolute paths lead there. They are not installed. The package
+# linux-kbuild may be newer than the headers: the archive has only its newest version.
 headers_unpack() {
-	local common=linux-headers-${release%-cloud-amd64}-common package
+	local common=linux-headers-${release%-cloud-amd64}-common package kbuild kbuild_version
+	kbuild=linux-kbuild-$(cut -d . -f 1,2 <<<"$release")
+	kbuild_version=$(release_version "$kbuild")
 	say "fetching the headers of $release $kernel_version"
 	mkdir "$temp/deb" "$temp/headers"
 	(
 		cd "$temp/deb"
-		apt_download "linux-headers-$release=$kernel_version" "$common=$kernel_version" "linux-kbuild-$(cut -d . -f 1,2 <<<"$release")=$kernel_version"
+		apt_download "linux-headers-$release=$kernel_version" "$common=$kernel_version" "$kbuild=$kbuild_version"
 	)
 	for package in "$temp"/deb/*.deb; do
 		dpkg -x "$package" "$temp/headers"
