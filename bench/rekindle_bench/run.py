@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,7 +175,7 @@ def _run_case(env: Environment, name: str, case: Case, plan: Plan, leftovers: Le
             env.left_out.append(f"case {name}: not part of this plan")
     except Exception as error:
         env.errors.append(f"case {name}: {type(error).__name__}: {error}")
-        env.log(env.errors[-1])
+        env.log("".join(traceback.format_exception(error)))
     if env.trial:
         env.errors += [f"case {name}: {problem}" for problem in env.rows.take_problems()]
         if has_room and env.rows.count == rows_before and len(env.errors) == errors_before:

@@ -189,7 +189,7 @@ class Guest:
             try:
                 reply = self.command("uptime", max(end - time.monotonic(), 1.0))
                 break
-            except (ConnectionError, TimeoutError) as error:
+            except OSError as error:  # also "no route to host", of a guest whose card does not answer yet
                 if time.monotonic() > end:
                     raise TimeoutError(f"{self.name}: not ready within {deadline:g} s") from error
                 time.sleep(0.1)
