@@ -78,6 +78,8 @@ fn a_restored_guest_has_its_queues_also_in_a_qemu_that_has_waited() {
     let lab = Lab::new();
     let guest = boot(&lab, "restored");
     let store = store(&lab, "restored");
+    let hold = ["protect", "--store", store.to_str().unwrap(), "--output-commit", "--count", "1"];
+    guest.rekindle(&hold).status(1).prints(&["output of network net0 cannot be held", "protect it without"]);
     guest.touch("16M");
     let boot_id = guest.boot_id();
     for prepare in [false, true] {
@@ -95,10 +97,16 @@ fn a_restored_guest_has_its_queues_also_in_a_qemu_that_has_waited() {
         guest.verify();
         guest.assert_sound();
     }
-    let definition = lab.vm("restored").key("vcpus = 2").net_key("queues = 2").write();
     crash(&guest);
-    let other_queues = ["restore", "--store", store.to_str().unwrap(), "--definition", definition.to_str().unwrap()];
-    guest.rekindle(&other_queues).status(1).prints(&["nets (id, MAC address, queues)"]);
+    for (net_key, problem) in
+        [("queues = 2", "nets (id, MAC address, queues)"), ("queues = 3\nvhost = true", "take `vhost` out")]
+    {
+        let definition = lab.vm("restored").key("vcpus = 2").net_key(net_key).write();
+        let words = ["restore", "--store", store.to_str().unwrap(), "--definition", definition.to_str().unwrap()];
+        guest.rekindle(&words).status(1).prints(&[problem]);
+    }
+    let hold = ["restore", "--store", store.to_str().unwrap(), "--output-commit"];
+    guest.rekindle(&hold).status(1).prints(&["output of network net0 cannot be held", "restore it without"]);
 }
 
 #[test]
