@@ -2,6 +2,7 @@
 
 use crate::HandoverError;
 use crate::takeover::Taps;
+use rekindle_kernel::vhost_net;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm::Vmm;
@@ -29,8 +30,15 @@ pub struct OwnRunDir<'a> {
 }
 
 impl Environment for OwnRunDir<'_> {
-    fn spawn(&self, generation: u32, start: Start, taps: Taps) -> Result<Vmm, HandoverError> {
+    fn spawn(&self, generation: u32, start: Start, mut taps: Taps) -> Result<Vmm, HandoverError> {
         let Self { rundir, hardware, binary } = self;
+        for number in hardware.vhost_fds() {
+            let opened = vhost_net::open();
+            taps.push((
+                opened.map_err(|source| HandoverError::File { path: vhost_net::DEVICE.into(), source })?,
+                number,
+            ));
+        }
         let directory = rundir
             .create_vmm(generation)
             .map_err(|source| HandoverError::File { path: rundir.vmm(generation).0, source })?;

@@ -67,6 +67,8 @@ pub enum HandoverError {
         #[source]
         source: io::Error,
     },
+    #[error("{name}: the host's kernel still serves the network cards of the stopped guest (vhost-net: {cards})")]
+    VhostRuns { name: String, cards: String },
     #[error(transparent)]
     Life(#[from] LifeError),
     #[error(transparent)]

@@ -2,6 +2,7 @@
 
 use crate::saved_state::remove_stream;
 use crate::{HandoverError, evidence};
+use rekindle_kernel::{descriptor, tap};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
 use rekindle_qemu::vmm::{self, Vmm};
@@ -14,6 +15,7 @@ use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
+use std::os::fd::{AsFd, RawFd};
 use std::time::Duration;
 
 /// How long a killed QEMU may take to end.
@@ -145,6 +147,10 @@ impl Handover {
         if self.journal.operation.step >= Step::Suspend
             && let Some(source) = self.source()
         {
+            if !self.journal.operation.detached_queues.is_empty() {
+                self.attach_queues(source)?;
+                source.process().resume().map_err(self.file_error("qemu"))?;
+            }
             let mut qmp = source.connect(vmm::START_TIMEOUT)?;
             if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
                 guest::resume_after_save(&mut qmp)?;
@@ -153,6 +159,34 @@ impl Handover {
         self.discard_destination()?;
         let failed = self.file_error("operation.json");
         self.journal.close().map_err(failed)
+    }
+
+    /// Attaches the queues of taps that the hand-over has detached ([`crate::takeover`]), for the source. Can be repeated.
+    ///
+    /// A queue that the guest itself has turned off between the record and its stop is attached, too: frames in it are
+    /// lost until the guest changes the number of its queues.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`]: a queue cannot be attached.
+    pub fn attach_queues(&self, source: &Vmm) -> Result<(), HandoverError> {
+        let attach = |number: &RawFd| -> io::Result<()> {
+            let queue = descriptor::take(source.process(), *number)?;
+            if tap::queue(queue.as_fd())?.is_detached { tap::attach(queue.as_fd()) } else { Ok(()) }
+        };
+        let failed = |e| HandoverError::File { path: format!("/proc/{}/fd", source.pid).into(), source: e };
+        self.journal.operation.detached_queues.iter().try_for_each(attach).map_err(failed)
+    }
+
+    /// Freezes the source (`SIGSTOP`) if queues of its taps were detached: the destination attaches them again when it
+    /// loads, and the source would read frames from them.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`]: it cannot be sent a signal.
+    pub fn freeze_reader_of_queues(&self) -> Result<(), HandoverError> {
+        match self.live_source().filter(|_| !self.journal.operation.detached_queues.is_empty()) {
+            Some(source) => source.process().stop().map_err(self.file_error("qemu")),
+            None => Ok(()),
+        }
     }
 
     /// Handles a failure before the decision for the destination. Returns to the source if it is alive. If it is not,

@@ -20,6 +20,8 @@ use rekindle_kernel::process::Process;
 use rekindle_kernel::stand_in::StandIn;
 use rekindle_kernel::{descriptor, tap};
 use rekindle_qemu::command::TapSlot;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vhost;
 use rekindle_vm::network::NetworkError;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -87,6 +89,22 @@ impl TapTakeover {
         self.has_vhost
     }
 
+    /// Checks that the kernel does not serve the cards of the stopped guest any more: it would read the tap, and write
+    /// memory, with the destination.
+    ///
+    /// # Errors
+    /// [`HandoverError::VhostRuns`]: it does. [`HandoverError::Qmp`]: the source cannot report it.
+    pub fn check_vhost_stopped(&self, name: &str, source: &mut Qmp) -> Result<(), HandoverError> {
+        if !self.has_vhost {
+            return Ok(());
+        }
+        let served = vhost::served_cards(source)?;
+        if served.is_empty() {
+            return Ok(());
+        }
+        Err(HandoverError::VhostRuns { name: name.into(), cards: served.join(", ") })
+    }
+
     /// Captures the frames that the host sends into the taps from now on, for [`TapTakeover::send_again`].
     ///
     /// # Errors
@@ -150,12 +168,13 @@ impl TapTakeover {
     /// are finished, without closing them. A capture that has no frame after the stop yet is tried again by the next
     /// call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
-        // With vhost the destination has lost a frame, too.
-        let lost = if self.has_vhost { 2 } else { 1 };
+        // With vhost the destination has lost a frame of each queue, too.
+        let lost_of_queue = if self.has_vhost { 2 } else { 1 };
         let (mut finished, mut unfinished) = (Vec::new(), BTreeMap::new());
         for (interface, capture) in std::mem::take(&mut self.captures) {
             // Later calls find nothing taken.
             let taken = self.taken.remove(&interface).unwrap_or_default();
+            let lost = lost_of_queue * self.queues_of(&interface);
             if resend(&capture, stopped_host_us, lost, &taken) > 0 {
                 finished.push(capture);
             } else {
@@ -171,9 +190,14 @@ impl TapTakeover {
         let Some(given_host_us) = self.given_host_us else { return };
         let nothing = TakenFrames::default();
         for (interface, capture) in &self.captures {
-            // Each QEMU may have read a frame. The source has kept its own.
-            resend(capture, given_host_us, 2, self.taken.get(interface).unwrap_or(&nothing));
+            // Each QEMU may have read a frame of each queue. The source has kept its own.
+            let lost = 2 * self.queues_of(interface);
+            resend(capture, given_host_us, lost, self.taken.get(interface).unwrap_or(&nothing));
         }
+    }
+
+    fn queues_of(&self, interface: &str) -> usize {
+        self.queues.iter().filter(|queue| queue.slot.interface == *interface).count()
     }
 }
 

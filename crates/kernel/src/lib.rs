@@ -6,7 +6,7 @@
 //!   starting and finding them ([`spawn`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
 //!   memory ([`memory`], [`heap`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
-//! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
+//! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
 //!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), mapped files ([`mapping`]), large
@@ -50,4 +50,5 @@ pub mod tap;
 mod testing;
 pub mod uring;
 pub mod userfault;
+pub mod vhost_net;
 pub mod written_files;

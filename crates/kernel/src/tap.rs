@@ -1,9 +1,8 @@
 //! Tap interfaces: opening, creating and removing them, what an open one is, and the queues of one with several.
 //!
-//! The tap of a guest that Rekindle has started is persistent, so that it outlives every QEMU, and single-queue: packets
-//! that arrive while no QEMU reads wait in that queue, which the next QEMU reads through a duplicate of the same open
-//! file. The taps of other guests may have several queues, each with a file of its own. The kernel gives frames only to
-//! the queues that are attached.
+//! The tap of a guest that Rekindle has started is persistent, so that it outlives every QEMU. Packets that arrive while no
+//! QEMU reads wait in its queue, which the next QEMU reads through a duplicate of the same open file. A tap may have
+//! several queues, each with a file of its own. The kernel gives frames only to the queues that are attached.
 
 use crate::link;
 use crate::netns::Namespace;
@@ -52,7 +51,9 @@ pub struct Features(c_int);
 impl Features {
     /// Those of a tap that Rekindle makes for a guest: virtio-net headers, one queue.
     pub const OWN: Self = Self(libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR);
-    const ALL: c_int = Self::OWN.0 | libc::IFF_MULTI_QUEUE;
+    /// Those of a tap that Rekindle makes for a guest whose card has several queues.
+    pub const OWN_QUEUES: Self = Self(Self::OWN.0 | libc::IFF_MULTI_QUEUE);
+    const ALL: c_int = Self::OWN_QUEUES.0;
 }
 
 /// A queue of a tap, as its open file shows it.
@@ -160,9 +161,11 @@ pub fn namespace(tap: BorrowedFd<'_>) -> io::Result<Namespace> {
 ///
 /// # Errors
 /// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process has the interface open;
-/// `InvalidInput` for a name that is empty or longer than 15 bytes. The error names the interface.
-pub fn open(name: &str) -> io::Result<OwnedFd> {
-    open_interface(name, Features::OWN, Some(true))
+/// `InvalidInput` for a name that is empty or longer than 15 bytes, and if the interface exists with other `features`. The
+/// error names the interface. With [`Features::OWN_QUEUES`] an interface that another process has open is no error: each
+/// call opens a queue of its own.
+pub fn open(name: &str, features: Features) -> io::Result<OwnedFd> {
+    open_interface(name, features, Some(true))
 }
 
 /// Creates a tap interface `name` that is removed when its last descriptor is closed.
@@ -177,8 +180,8 @@ pub fn open_transient(name: &str, features: Features) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// As for [`open`]; an interface that is in use is not removed.
-pub fn remove(name: &str) -> io::Result<()> {
-    drop(open_interface(name, Features::OWN, Some(false))?);
+pub fn remove(name: &str, features: Features) -> io::Result<()> {
+    drop(open_interface(name, features, Some(false))?);
     Ok(())
 }
 
@@ -208,7 +211,7 @@ mod tests {
     #[test]
     fn bad_names_are_refused() {
         for name in ["", "sixteen-letters-", "a/b"] {
-            assert_eq!(open(name).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{name}");
+            assert_eq!(open(name, Features::OWN).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{name}");
         }
     }
 
@@ -216,12 +219,14 @@ mod tests {
     fn a_tap_is_made_once_held_once_and_removed() {
         assert!(rustix::process::geteuid().is_root(), "this test needs root");
         let name = format!("rkt{}", std::process::id());
-        let held = open(&name).unwrap();
-        assert_eq!(open(&name).unwrap_err().raw_os_error(), None, "the error carries the name");
-        assert_eq!(open(&name).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        let held = open(&name, Features::OWN).unwrap();
+        let refused = |features| open(&name, features).unwrap_err();
+        assert_eq!(refused(Features::OWN).raw_os_error(), None, "the error carries the name");
+        assert_eq!(refused(Features::OWN).kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(refused(Features::OWN_QUEUES).kind(), io::ErrorKind::InvalidInput);
         drop(held);
         assert!(std::path::Path::new("/sys/class/net").join(&name).exists(), "it is persistent");
-        remove(&name).unwrap();
+        remove(&name, Features::OWN).unwrap();
         assert!(!std::path::Path::new("/sys/class/net").join(&name).exists());
     }
 

@@ -92,6 +92,9 @@ pub enum ProtectError {
          committed; protect it without --output-commit"
     )]
     AttachedOutput { name: String },
+    /// The guest's network output cannot be held.
+    #[error("{name}: {problem}; protect it without --output-commit")]
+    UnheldOutput { name: String, problem: String },
     /// The guest's RAM cannot be write-protected.
     #[error(
         "{name}: its RAM is on DAX ({}), where Linux does not resolve the page faults of write protection: its \

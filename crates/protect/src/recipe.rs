@@ -10,8 +10,9 @@
 //! | 6 | format 5, and the port through which a guest announces phases |
 //! | 7 | format 2, and disks on overlays, which are in the checkpoint's metadata |
 //! | 8 | format 7, and numbered copies of overlays |
+//! | 9 | formats 6 and 8, and network cards with several queues, or that the host's kernel serves (vhost-net) |
 
-use rekindle_qemu::command::{Disk, Hardware, Net, NetBackend, Ram};
+use rekindle_qemu::command::{Disk, ForeignNetwork, Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
@@ -19,9 +20,11 @@ use serde_json::Value;
 
 /// The newest format that this version of Rekindle reads. It writes the oldest format that suffices, so that older
 /// versions can read the recipe.
-pub const FORMAT: u32 = 8;
-/// The newest format without numbered copies of overlays.
-pub const WITHOUT_HEADS: u32 = 7;
+pub const FORMAT: u32 = 9;
+/// The oldest format with overlays.
+pub const WITH_OVERLAYS: u32 = 7;
+/// The oldest format with numbered copies of overlays.
+pub const WITH_HEADS: u32 = 8;
 
 /// Why a recipe cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -93,9 +96,20 @@ impl Recipe {
             hardware.disks.iter().map(visible).collect::<Vec<_>>()
         };
         require_same("disks (id, read-only, cache, serial, server)", &disks(hardware), &disks(theirs));
-        let nets =
-            |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
-        require_same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
+        let nets = |hardware: &Hardware| {
+            let visible = |net: &Net| (net.id.clone(), net.mac.clone(), queues(net));
+            hardware.nets.iter().map(visible).collect::<Vec<_>>()
+        };
+        require_same("nets (id, MAC address, queues)", &nets(hardware), &nets(theirs));
+        // The kernel offers a guest fewer features than QEMU, which the guest may already use.
+        for (ours, theirs) in hardware.nets.iter().zip(&theirs.nets) {
+            if has_vhost(ours) && !has_vhost(theirs) {
+                problems.push(format!(
+                    "network {}: QEMU served the card, with features that the kernel does not have; take `vhost` out",
+                    ours.id
+                ));
+            }
+        }
         let kinds = theirs.nets.iter().map(|net| match net.backend {
             NetBackend::User(_) => BackendKind::User,
             NetBackend::Tap(_) => BackendKind::Tap,
@@ -131,6 +145,7 @@ impl Recipe {
             _ => BackendKind::Any,
         });
         problems.extend(unfit_networks(&nets, kinds));
+        problems.extend(nets.iter().zip(networks).filter_map(|(net, network)| unfit_queues(net, network)));
         if hardware.accel != theirs.accel {
             let (have, want) = (&hardware.accel, &theirs.accel);
             problems.push(format!(
@@ -147,6 +162,28 @@ impl Recipe {
         *hardware = Hardware { name: hardware.name.clone(), ram, nets, vm_generation: generation, ..theirs.clone() };
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
+}
+
+/// Returns the number of queues of a card.
+fn queues(net: &Net) -> u16 {
+    if let NetBackend::Tap(tap) = &net.backend { tap.queues } else { 1 }
+}
+
+fn has_vhost(net: &Net) -> bool {
+    matches!(&net.backend, NetBackend::Tap(tap) if tap.vhost)
+}
+
+/// Returns a message if the tap has not as many queues as the card of an attached guest: the guest finds the queue of
+/// commands after all others.
+fn unfit_queues(net: &Net, network: &ForeignNetwork) -> Option<String> {
+    let (ours, theirs) = (queues(net), network.queues);
+    (network.needs_tap && matches!(net.backend, NetBackend::Tap(_)) && ours != theirs).then(|| {
+        format!(
+            "network {}: the guest's card has queues = {theirs}, and the tap queues = {ours}: restore with --definition \
+             FILE whose [[net]] has queues = {theirs} for it",
+            net.id
+        )
+    })
 }
 
 /// The kind of backend that a network card needs.

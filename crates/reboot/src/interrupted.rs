@@ -114,6 +114,10 @@ pub(crate) fn require_answers(
         return Ok(());
     }
     if let Some(source_qemu) = operation.from.as_ref().or(locked_vm.state.vmm.as_ref()) {
+        // The hand-over freezes it then: `Handover::freeze_reader_of_queues`.
+        if !operation.detached_queues.is_empty() {
+            source_qemu.process().resume().map_err(RebootError::file(&source_qemu.directory))?;
+        }
         wait_for_answer(name, source_qemu, policy)?;
     }
     Ok(())

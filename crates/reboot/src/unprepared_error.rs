@@ -10,8 +10,6 @@ use std::io;
 pub enum UnpreparedError {
     #[error("{name} has changed while its replacement was prepared: {what}; try again")]
     Changed { name: String, what: String },
-    #[error("{name}: the host's kernel still serves the network cards of the stopped guest (vhost-net: {cards})")]
-    VhostRuns { name: String, cards: String },
     #[error("{name} has shut down, or its QEMU has ended, before it was handed over")]
     Ended { name: String },
     #[error(

@@ -1,6 +1,6 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
 //! guest that were not started by Rekindle, QEMUs with the firmware alone, a private libvirt, clients of VNC and SPICE
-//! servers, a disk in memory that can lose power, huge pages of the host, and waiting.
+//! servers, traffic with a guest, a disk in memory that can lose power, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
@@ -17,6 +17,7 @@ pub mod rfb;
 pub mod spice;
 pub mod tools;
 pub mod tpm;
+pub mod traffic;
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -3,6 +3,7 @@
 use crate::hardware::has_kvm;
 use crate::host::Host;
 use rekindle_kernel::uring::Ring;
+use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
 use rustix::io::Errno;
@@ -53,6 +54,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
         check_memory(),
         check_disk_servers(),
         check_taps(),
+        check_vhost_net(),
         check_iproute2(),
         check_tracing_rights(),
     ]
@@ -158,6 +160,15 @@ fn check_taps() -> Finding {
             let denied = e.kind() == io::ErrorKind::PermissionDenied;
             let hint = if denied { "run as root for `kind = \"tap\"`" } else { "modprobe tun" };
             finding("taps", Level::Limited, format!("/dev/net/tun: {e}"), format!("{hint}; `kind = \"user\"` works"))
+        }
+    }
+}
+
+fn check_vhost_net() -> Finding {
+    match vhost_net::open() {
+        Ok(_) => finding("vhost-net", Level::Good, format!("{} opens", vhost_net::DEVICE), ""),
+        Err(e) => {
+            finding("vhost-net", Level::Limited, e.to_string(), "only `vhost = true` needs it; taps work without")
         }
     }
 }

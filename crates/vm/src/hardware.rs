@@ -106,12 +106,13 @@ fn pin_disk(disk: &definition::Disk, vm_name: &str) -> command::Disk {
 fn pin_net(net: &definition::Net) -> command::Net {
     let backend = match &net.backend {
         NetBackend::User { forward } => command::NetBackend::User(forward.iter().map(Forward::hostfwd).collect()),
-        NetBackend::Tap { ifname, place } => {
+        NetBackend::Tap { ifname, queues, vhost, place } => {
             let netns = match place {
                 TapPlace::Netns { netns, .. } => Some(netns.clone()),
                 TapPlace::Bridge { .. } => None,
             };
-            command::NetBackend::Tap(command::Tap { ifname: ifname.clone(), netns })
+            let (ifname, queues, vhost) = (ifname.clone(), *queues, *vhost);
+            command::NetBackend::Tap(command::Tap { ifname, netns, queues, vhost })
         }
     };
     command::Net { id: net.id.clone(), mac: net.mac.to_string(), backend }

@@ -155,6 +155,10 @@ pub struct Operation {
     /// Modification time of the RAM file just before the destination QEMU was resumed, in ns since 1970. While it is
     /// unchanged, the guest has not run in the destination.
     pub untouched_since_ns: Option<i128>,
+    /// The source's numbers of the queues of its taps that are detached while the guest is handed over. If the guest
+    /// returns to the source, they are attached again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub detached_queues: Vec<RawFd>,
     /// For kexec: the boot ID of the boot that will end, as the guest's kernel reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
@@ -204,10 +208,6 @@ pub struct PassedParts {
     /// The emulator of its TPM; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpm: Option<PassedTpm>,
-    /// The source's numbers of the queues of its taps that are detached while the guest is handed over. If the guest
-    /// returns to the source, they are attached again.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub detached_queues: Vec<RawFd>,
 }
 
 /// What the replacement of a libvirt domain's QEMU needs to return the domain to libvirt.
@@ -353,6 +353,7 @@ impl Journal {
             lost: false,
             disks_at_resume: None,
             untouched_since_ns: None,
+            detached_queues: Vec::new(),
             boot: None,
             passed: None,
             libvirt: None,

@@ -8,7 +8,7 @@ use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
-use rekindle_kernel::{link, netns, tap};
+use rekindle_kernel::{link, netns, tap, vhost_net};
 use rekindle_qemu::command::{Hardware, Tap};
 use rekindle_qemu::qmp::Qmp;
 use rustix::net::netdevice::name_to_index;
@@ -44,6 +44,15 @@ pub enum NetworkError {
         bridge: String,
         /// Whether an interface of this name exists.
         exists: bool,
+    },
+    /// The host's kernel cannot serve a card.
+    #[error("network {id}: `vhost = true` is not possible on this host; fix the cause, or leave `vhost` out")]
+    NoVhost {
+        /// Id of the network.
+        id: String,
+        /// The error of opening a device.
+        #[source]
+        source: io::Error,
     },
     /// The command `ip` failed.
     #[error("`ip {command}` failed: {message}")]
@@ -101,25 +110,31 @@ fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
 fn in_namespace<T: Send + 'static>(
     tap: &Tap,
     ifname: &str,
-    work: fn(&str) -> io::Result<T>,
+    work: fn(&str, tap::Features) -> io::Result<T>,
 ) -> Result<T, NetworkError> {
     let failed = |source: io::Error| NetworkError::Tap { ifname: ifname.to_owned(), source };
-    let name = ifname.to_owned();
+    let (name, features) = (ifname.to_owned(), features(tap));
     match &tap.netns {
-        Some(namespace) => netns::run_in(namespace, move || work(&name)).and_then(|done| done).map_err(failed),
-        None => work(ifname).map_err(failed),
+        Some(namespace) => {
+            netns::run_in(namespace, move || work(&name, features)).and_then(|done| done).map_err(failed)
+        }
+        None => work(ifname, features).map_err(failed),
     }
 }
 
 /// Checks that the networks of a definition are possible. Nothing is changed.
 ///
 /// # Errors
-/// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`]; [`NetworkError::Ip`] when `ip` cannot be run.
+/// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`], [`NetworkError::NoVhost`]; [`NetworkError::Ip`] when `ip`
+/// cannot be run.
 pub fn check(definition: &Definition) -> Result<(), NetworkError> {
     for net in &definition.nets {
-        let NetBackend::Tap { place, .. } = &net.backend else { continue };
+        let NetBackend::Tap { place, vhost, .. } = &net.backend else { continue };
         if !rustix::process::geteuid().is_root() {
             return Err(NetworkError::NeedsRoot { id: net.id.clone() });
+        }
+        if *vhost {
+            vhost_net::open().map_err(|source| NetworkError::NoVhost { id: net.id.clone(), source })?;
         }
         if let TapPlace::Bridge { bridge } = place {
             let exists = has_interface(bridge);
@@ -176,9 +191,8 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
         if let TapPlace::Netns { netns: namespace, .. } = place {
             make_namespace(host, namespace)?;
         }
-        let fd = on_released(tap, tap::open)?;
+        fds.extend(open(tap, index)?);
         connect(tap, place)?;
-        fds.push((fd, Tap::fd(index)));
     }
     Ok(fds)
 }
@@ -211,17 +225,63 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
 /// # Errors
 /// [`NetworkError::Tap`], when a tap is missing or in use.
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
-    hardware.taps().map(|(index, tap)| Ok((on_released(tap, tap::open)?, Tap::fd(index)))).collect()
+    let mut fds = Vec::new();
+    for (index, tap) in hardware.taps() {
+        fds.extend(open(tap, index)?);
+    }
+    Ok(fds)
+}
+
+/// Opens all queues of the tap of the `index`-th card, at the descriptor numbers of the command line.
+fn open(tap: &Tap, index: usize) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
+    wait_until_unused(tap)?;
+    (0..tap.queues).map(|queue| Ok((on_released(tap, tap::open)?, Tap::fd(index, queue)))).collect()
+}
+
+/// Returns the features of the tap of a guest.
+fn features(tap: &Tap) -> tap::Features {
+    if tap.queues > 1 { tap::Features::OWN_QUEUES } else { tap::Features::OWN }
+}
+
+/// Waits until no process has a queue of the tap open. The kernel makes sure of it for a tap with one queue; any number of
+/// processes may open one with several.
+fn wait_until_unused(tap: &Tap) -> Result<(), NetworkError> {
+    if tap.queues == 1 {
+        return Ok(());
+    }
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
+    let busy = |e: &NetworkError| is_busy(e) && Instant::now() < deadline;
+    repeat_while(busy, || match open_queues(tap)? {
+        0 => Ok(()),
+        _ => Err(NetworkError::Tap { ifname: tap.ifname.clone(), source: io::ErrorKind::ResourceBusy.into() }),
+    })
+}
+
+/// Returns how many queues of a tap are open. None of a tap that does not exist.
+fn open_queues(tap: &Tap) -> Result<u64, NetworkError> {
+    let namespace = tap.netns.iter().flat_map(|namespace| ["-n", namespace.as_str()]);
+    // Not `show dev`: that fails if there is no such interface.
+    let arguments: Vec<_> = namespace.chain(["-d", "-j", "link", "show", "type", "tun"]).collect();
+    let links = ip(&arguments)?;
+    let no_json = |e: serde_json::Error| NetworkError::Ip { command: arguments.join(" "), message: e.to_string() };
+    let links: Vec<serde_json::Value> = serde_json::from_str(&links).map_err(no_json)?;
+    let ours = links.iter().find(|link| link["ifname"] == tap.ifname.as_str());
+    let count = |link: &serde_json::Value, key| link["linkinfo"]["info_data"][key].as_u64().unwrap_or(0);
+    Ok(ours.map_or(0, |link| count(link, "numqueues") + count(link, "numdisabled")))
+}
+
+fn is_busy(e: &NetworkError) -> bool {
+    matches!(e, NetworkError::Tap { source, .. } if source.kind() == io::ErrorKind::ResourceBusy)
 }
 
 /// Works on a tap whose QEMU may have ended a moment ago. If the QEMU used io_uring, as it does since 10.2, the kernel
 /// closes the tap in the background after the process has ended, and the tap is busy until then.
-fn on_released<T: Send + 'static>(tap: &Tap, work: fn(&str) -> io::Result<T>) -> Result<T, NetworkError> {
+fn on_released<T: Send + 'static>(
+    tap: &Tap,
+    work: fn(&str, tap::Features) -> io::Result<T>,
+) -> Result<T, NetworkError> {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
-    let busy = |e: &NetworkError| {
-        matches!(e, NetworkError::Tap { source, .. } if source.kind() == io::ErrorKind::ResourceBusy)
-            && Instant::now() < deadline
-    };
+    let busy = |e: &NetworkError| is_busy(e) && Instant::now() < deadline;
     repeat_while(busy, || in_namespace(tap, &tap.ifname, work))
 }
 
@@ -255,6 +315,7 @@ pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
         let is_namespace_gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
         if !is_namespace_gone {
+            wait_until_unused(tap)?;
             on_released(tap, tap::remove)?;
         }
         if let Some(namespace) = &tap.netns {

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 /// The newest format that this Rekindle reads. It writes an older format if that is sufficient, so that older
 /// versions can read it.
-pub const NEWEST_FORMAT: u32 = 7;
+pub const NEWEST_FORMAT: u32 = 9;
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +54,7 @@ pub struct Attached {
 #[must_use]
 pub fn format_of(hardware: &Hardware) -> u32 {
     match hardware {
+        hardware if hardware.taps().any(|(_, tap)| tap.queues > 1 || tap.vhost) => 9,
         Hardware { foreign: Some(machine), .. } if !machine.overlays.is_empty() => 7,
         Hardware { phase: true, .. } => 6,
         Hardware { disks, .. } if disks.iter().any(|disk| disk.redo.is_some()) => 5,

@@ -105,6 +105,11 @@ pub fn protect(
     if settings.output_commit && target.state().attached.is_some() {
         return Err(ProtectError::AttachedOutput { name: name.into() });
     }
+    if settings.output_commit
+        && let Some(problem) = target.state().hardware.unheld_output()
+    {
+        return Err(ProtectError::UnheldOutput { name: name.into(), problem });
+    }
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(&target, settings, &format!("protect {name}"), protection)?;

@@ -238,6 +238,9 @@ fn plan_restore(
     let definition = Definition { name: name.clone(), ..definition };
     let mut plan = idle_slot.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, is_users_definition)?;
+        if let Some(problem) = hardware.unheld_output().filter(|_| request.hold_output) {
+            return Err(vec![format!("{problem}; restore it without --output-commit")]);
+        }
         put_on_overlays(hardware, overlays)?;
         reject_disks_without_epoch(hardware, &chosen.epochs)
     })?;

@@ -269,11 +269,12 @@ impl TrackingSession {
         if let Some(machine) = &mut recipe.hardware.foreign {
             machine.overlays.clear();
         }
-        if overlays.iter().any(|overlay| overlay.has_head) {
-            recipe.format = recipe::FORMAT;
-        } else if !overlays.is_empty() {
-            recipe.format = recipe::WITHOUT_HEADS;
-        }
+        let needed = match overlays {
+            [] => recipe.format,
+            _ if overlays.iter().any(|overlay| overlay.has_head) => recipe::WITH_HEADS,
+            _ => recipe::WITH_OVERLAYS,
+        };
+        recipe.format = recipe.format.max(needed);
         recipe
     }
 

@@ -2,7 +2,7 @@
 //! around the machine (sockets, monitors, RAM files, networks).
 
 use super::argument_list::{ArgumentList, escaped, escaped_path};
-use super::{Directory, ForeignMachine, Hardware, NetBackend, Start, Tap};
+use super::{Directory, ForeignMachine, Hardware, NetBackend, Start};
 use crate::options::Options;
 use crate::syntax::Syntax;
 use serde_json::{Value, json};
@@ -60,7 +60,7 @@ fn add_networks(list: &mut ArgumentList, machine: &ForeignMachine, hardware: &Ha
     for (index, (net, network)) in hardware.nets.iter().zip(&machine.networks).enumerate() {
         let id = escaped(&net.id);
         let backend = match &net.backend {
-            NetBackend::Tap(_) => format!("tap,id={id},fd={},vhost=off", Tap::fd(index)),
+            NetBackend::Tap(tap) => tap.netdev(index, &id),
             NetBackend::User(rules) => {
                 let options = network.options.clone().unwrap_or_else(|| format!("user,id={id}"));
                 with_forwards(options, rules)

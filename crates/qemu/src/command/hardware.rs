@@ -24,6 +24,18 @@ pub const PHASE_PORT: &str = "org.rekindle.phase.0";
 const FIRST_TAP_FD: RawFd = 40;
 /// First descriptor number for the real taps of a QEMU that was started with stand-ins; see [`TapSlot`].
 const FIRST_WAITING_FD: RawFd = 60;
+/// The numbers of the further queues of each card, in the same way: this many cards, before those of the next kind.
+const MAX_TAPS: RawFd = FIRST_WAITING_FD - FIRST_TAP_FD;
+const FIRST_QUEUE_FD: RawFd = 100;
+const FIRST_WAITING_QUEUE_FD: RawFd = FIRST_QUEUE_FD + MAX_TAPS * FURTHER_QUEUES;
+/// First descriptor number for vhost devices.
+const FIRST_VHOST_FD: RawFd = FIRST_WAITING_QUEUE_FD + MAX_TAPS * FURTHER_QUEUES;
+
+/// Most queues of a card, as of a disk ([`disk_queues`]).
+pub const MAX_QUEUES: u16 = 8;
+const FURTHER_QUEUES: RawFd = MAX_QUEUES as RawFd - 1;
+// The usual limit of a process.
+const _: () = assert!(FIRST_VHOST_FD + MAX_TAPS * MAX_QUEUES as RawFd <= 1024);
 
 /// Everything of a VM that its guest can see.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,13 +119,30 @@ impl Hardware {
 
     /// Returns the descriptor numbers of the taps of a QEMU and of one that takes its guest over.
     pub fn tap_slots(&self) -> Vec<TapSlot> {
-        let slot = |(index, tap): (usize, &Tap)| TapSlot {
+        let slot = |index, tap: &Tap, queue| TapSlot {
             interface: tap.ifname.clone(),
-            source: Tap::fd(index),
-            destination: Tap::fd(index),
-            waiting: Tap::waiting_fd(index),
+            source: Tap::fd(index, queue),
+            destination: Tap::fd(index, queue),
+            waiting: Tap::waiting_fd(index, queue),
         };
-        self.taps().map(slot).collect()
+        self.taps().flat_map(|(index, tap)| (0..tap.queues).map(move |queue| slot(index, tap, queue))).collect()
+    }
+
+    /// Returns the descriptor numbers of a QEMU's vhost devices.
+    pub fn vhost_fds(&self) -> Vec<RawFd> {
+        self.taps().flat_map(|(index, tap)| tap.vhost_fds(index)).collect()
+    }
+
+    /// Returns whether the host's kernel serves a network card (vhost-net).
+    pub fn has_vhost(&self) -> bool {
+        self.taps().any(|(_, tap)| tap.vhost)
+    }
+
+    /// Returns the problem of a network card whose output QEMU cannot hold ([`crate::hold`]).
+    pub fn unheld_output(&self) -> Option<String> {
+        let is_unheld = |net: &&Net| matches!(&net.backend, NetBackend::Tap(tap) if tap.queues > 1 || tap.vhost);
+        let net = self.nets.iter().find(is_unheld)?;
+        Some(format!("the output of network {} cannot be held: it has `queues` or `vhost`", net.id))
     }
 
     /// Returns the taps, each with its `index` for [`Tap::fd`].
@@ -203,18 +232,64 @@ pub struct Tap {
     pub ifname: String,
     /// Network namespace that contains the interface.
     pub netns: Option<String>,
+    /// Number of queues of the card, at most [`MAX_QUEUES`]. Each has two virtqueues and a file of the tap.
+    #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
+    pub queues: u16,
+    /// Whether the host's kernel serves the card (vhost-net).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub vhost: bool,
+}
+
+fn one_queue() -> u16 {
+    1
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one_queue(queues: &u16) -> bool {
+    *queues == 1
 }
 
 impl Tap {
-    /// Returns the descriptor number that QEMU uses for the tap of its `index`-th network card.
-    pub fn fd(index: usize) -> RawFd {
-        FIRST_TAP_FD + index as RawFd
+    /// Returns the descriptor number that QEMU uses for a queue of the tap of its `index`-th network card.
+    pub fn fd(index: usize, queue: u16) -> RawFd {
+        match queue {
+            0 => FIRST_TAP_FD + index as RawFd,
+            _ => FIRST_QUEUE_FD + further_queue(index, queue),
+        }
     }
 
-    /// Returns the descriptor number at which the real tap waits in a destination QEMU: see [`TapSlot`].
-    fn waiting_fd(index: usize) -> RawFd {
-        FIRST_WAITING_FD + index as RawFd
+    /// Returns the descriptor number at which a queue of the real tap waits in a destination QEMU: see [`TapSlot`].
+    fn waiting_fd(index: usize, queue: u16) -> RawFd {
+        match queue {
+            0 => FIRST_WAITING_FD + index as RawFd,
+            _ => FIRST_WAITING_QUEUE_FD + further_queue(index, queue),
+        }
     }
+
+    /// Returns the descriptor numbers of the vhost devices of the `index`-th network card: one for each queue.
+    fn vhost_fds(&self, index: usize) -> Vec<RawFd> {
+        let first = FIRST_VHOST_FD + index as RawFd * RawFd::from(MAX_QUEUES);
+        let queues = if self.vhost { self.queues } else { 0 };
+        (0..queues).map(|queue| first + RawFd::from(queue)).collect()
+    }
+
+    /// Returns the options of the network `id` of the `index`-th card, for `-netdev`.
+    pub(super) fn netdev(&self, index: usize, id: &str) -> String {
+        let joined = |numbers: Vec<RawFd>| numbers.iter().map(RawFd::to_string).collect::<Vec<_>>().join(":");
+        let queues = (0..self.queues).map(|queue| Self::fd(index, queue)).collect();
+        // QEMU accepts a list of descriptors only where there are several.
+        let plural = if self.queues > 1 { "s" } else { "" };
+        let vhost = match self.vhost {
+            true => format!("on,vhostfd{plural}={}", joined(self.vhost_fds(index))),
+            false => "off".into(),
+        };
+        format!("tap,id={id},fd{plural}={},vhost={vhost}", joined(queues))
+    }
+}
+
+/// Returns the place of a queue other than the first among all of them.
+fn further_queue(index: usize, queue: u16) -> RawFd {
+    index as RawFd * FURTHER_QUEUES + RawFd::from(queue) - 1
 }
 
 /// The descriptor numbers of one queue of a tap, in a *source* QEMU that uses it and in the *destination* that gets it.
@@ -281,6 +356,9 @@ pub struct ForeignNetwork {
     pub options: Option<String>,
     /// Whether the network must be a tap again: the card sends frames with headers that only a tap understands.
     pub needs_tap: bool,
+    /// Number of queues of the tap.
+    #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
+    pub queues: u16,
     /// MAC address on the command line; empty if QEMU chose it.
     pub mac: String,
     /// Forwarded ports in QEMU's notation.

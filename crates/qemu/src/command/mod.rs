@@ -14,8 +14,8 @@ mod own_machine;
 
 pub use directory::Directory;
 pub use hardware::{
-    AGENT_PORTS, Boot, Disk, DiskOverlays, ForeignMachine, ForeignNetwork, Hardware, Net, NetBackend, OverlayFile,
-    PHASE_PORT, Ram, RamBackend, Tap, TapSlot, disk_queues,
+    AGENT_PORTS, Boot, Disk, DiskOverlays, ForeignMachine, ForeignNetwork, Hardware, MAX_QUEUES, Net, NetBackend,
+    OverlayFile, PHASE_PORT, Ram, RamBackend, Tap, TapSlot, disk_queues,
 };
 
 use crate::options::Options;

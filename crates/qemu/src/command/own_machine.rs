@@ -201,7 +201,7 @@ fn add_net(list: &mut ArgumentList, index: usize, net: &Net, start: Start) {
     let id = &net.id;
     let mut backend = match &net.backend {
         NetBackend::User(_) => format!("user,id={id}"),
-        NetBackend::Tap(_) => format!("tap,id={id},fd={},vhost=off", Tap::fd(index)),
+        NetBackend::Tap(tap) => tap.netdev(index, id),
     };
     if let NetBackend::User(rules) = &net.backend
         && start != Start::Incoming
@@ -211,7 +211,14 @@ fn add_net(list: &mut ArgumentList, index: usize, net: &Net, start: Start) {
         }
     }
     list.option("-netdev", backend);
-    let card = json!({"driver": "virtio-net-pci", "id": format!("{id}-card"), "netdev": id, "mac": net.mac});
+    let mut card = json!({"driver": "virtio-net-pci", "id": format!("{id}-card"), "netdev": id, "mac": net.mac});
+    if let NetBackend::Tap(Tap { queues, .. }) = net.backend
+        && queues > 1
+    {
+        set_property(&mut card, "mq", true);
+        // One interrupt for each virtqueue, one for the queue of commands and one for changes of the configuration.
+        set_property(&mut card, "vectors", 2 * queues + 2);
+    }
     list.device(FIRST_SLOT_NET + index as u8, card);
 }
 

@@ -40,7 +40,7 @@ fn hardware() -> Hardware {
             Net {
                 id: "net1".into(),
                 mac: "52:54:00:00:00:02".into(),
-                backend: NetBackend::Tap(Tap { ifname: "t".into(), netns: None }),
+                backend: NetBackend::Tap(Tap { ifname: "t".into(), netns: None, queues: 1, vhost: false }),
             },
         ],
         vga: true,
@@ -111,6 +111,39 @@ fn a_tap_has_the_descriptor_number_of_its_card() {
     const OF_SECOND_NET: &str = "fd=41,vhost=off";
     let text = text(Start::Boot);
     assert!(text.contains(OF_SECOND_NET), "{text}");
+}
+
+/// A running QEMU of an earlier version has its first queue at the same number.
+#[test]
+fn queues_and_vhost_devices_have_numbers_of_their_own() {
+    let mut hardware = hardware();
+    let tap = |queues, vhost| NetBackend::Tap(Tap { ifname: "t".into(), netns: None, queues, vhost });
+    hardware.nets[0].backend = tap(2, true);
+    hardware.nets[1].backend = tap(3, false);
+    let text = text_for(&hardware, Start::Incoming, Syntax::default());
+    assert!(text.contains("tap,id=net0,fds=40:100,vhost=on,vhostfds=380:381 "), "{text}");
+    assert!(text.contains("tap,id=net1,fds=41:107:108,vhost=off "), "{text}");
+    assert!(
+        text.contains(r#""mq":true"#) && text.contains(r#""vectors":6"#) && text.contains(r#""vectors":8"#),
+        "{text}"
+    );
+    hardware.nets[1].backend = tap(1, true);
+    let text = text_for(&hardware, Start::Incoming, Syntax::default());
+    assert!(text.contains("tap,id=net1,fd=41,vhost=on,vhostfd=388 ") && !text.contains(r#""vectors":4"#), "{text}");
+    let net = &hardware.nets[0];
+    hardware.nets = vec![Net { backend: tap(MAX_QUEUES, true), ..net.clone() }; own_machine::MAX_NETS];
+    let slots = hardware.tap_slots();
+    let queues = slots.iter().flat_map(|slot| [slot.destination, slot.waiting]);
+    let numbers: Vec<_> = queues.chain(hardware.vhost_fds()).collect();
+    let distinct: std::collections::BTreeSet<_> = numbers.iter().collect();
+    assert_eq!((distinct.len(), numbers.len()), (8 * 8 * 3, 8 * 8 * 3));
+}
+
+#[test]
+fn the_record_of_a_tap_with_one_queue_is_as_earlier_versions_wrote_it() {
+    let record = serde_json::to_string(&hardware()).unwrap();
+    assert!(!record.contains("queues") && !record.contains("vhost"), "{record}");
+    assert_eq!(serde_json::from_str::<Hardware>(&record).unwrap(), hardware());
 }
 
 #[test]

@@ -246,10 +246,14 @@ impl Rewriter {
         let forwards = forwards(&netdev);
         netdev.remove(|key| key == "hostfwd");
         let is_user = kind == "user";
+        let descriptors = netdev.get("fds").map(|numbers| numbers.split(':').count());
+        let named = || netdev.get("queues").and_then(|queues| queues.parse().ok());
+        let queues = descriptors.and_then(|count| u16::try_from(count).ok()).or_else(named).unwrap_or(1);
         self.networks.push(ForeignNetwork {
             id,
             options: is_user.then(|| netdev.to_string()),
             needs_tap: NETWORKS_WITH_HEADERS.contains(&kind.as_str()),
+            queues,
             mac: String::new(),
             forwards: if is_user { forwards } else { Vec::new() },
             kind,

@@ -9,6 +9,7 @@ use rekindle_handover::{Environment, HandoverError};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::{Launch, RoleThread, ThreadRole};
+use rekindle_kernel::vhost_net;
 use rekindle_qemu::command::{Directory, Start};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::Descriptor;
@@ -16,14 +17,12 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::rundir::RunDir;
 use serde::Deserialize;
 use std::ffi::OsString;
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-
-const VHOST_NET: &str = "/dev/vhost-net";
 
 /// The surroundings of a QEMU that Rekindle did not start.
 pub(crate) struct UnpreparedEnvironment<'a> {
@@ -98,7 +97,7 @@ impl UnpreparedEnvironment<'_> {
             Descriptor::Listener { .. } => listen(&directory.0.join(format!("stand-in-{number}")))?,
             Descriptor::Duplicate { source: number } => descriptor::take(source, *number)?,
             Descriptor::Tap { .. } => return Ok(None),
-            Descriptor::VhostNet => open_vhost_net()?,
+            Descriptor::VhostNet => vhost_net::open()?,
             Descriptor::TpmEmulator { .. } => {
                 let missing = || io::Error::other("the TPM has no emulator");
                 self.inspected.tpm.as_ref().ok_or_else(missing)?.connection()?
@@ -106,13 +105,6 @@ impl UnpreparedEnvironment<'_> {
         };
         Ok(Some(opened))
     }
-}
-
-/// Opens a vhost device for the destination, as the manager did for the source.
-fn open_vhost_net() -> io::Result<OwnedFd> {
-    let opened = OpenOptions::new().read(true).write(true).open(VHOST_NET);
-    let remedy = "load the kernel's module: modprobe vhost_net";
-    Ok(opened.map_err(|e| io::Error::new(e.kind(), format!("cannot open {VHOST_NET}: {e}; {remedy}")))?.into())
 }
 
 fn listen(path: &Path) -> io::Result<OwnedFd> {

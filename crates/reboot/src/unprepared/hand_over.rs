@@ -2,7 +2,7 @@
 
 use super::recheck::Baseline;
 use super::start::WaitingTaps;
-use super::{UnpreparedError, queues, source};
+use super::{UnpreparedError, source};
 use crate::error::RebootError;
 use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
 use rekindle_handover::ram::Ram;
@@ -13,7 +13,6 @@ use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::stream;
-use rekindle_qemu::vhost;
 use rekindle_vm::journal::Step;
 use rekindle_vm::timeline::Phase;
 use std::time::Duration;
@@ -51,7 +50,8 @@ pub(crate) fn approach(
     ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(UnpreparedError::from)?;
     // Not earlier: every frame that is captured costs time and memory.
     taps.takeover.capture()?;
-    queues::record(handover, &taps.takeover)?;
+    // The next step of the journal writes it.
+    handover.journal.operation.detached_queues = taps.takeover.queues_to_detach()?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks =
         GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(UnpreparedError::from)?;
@@ -82,7 +82,7 @@ pub(crate) fn hand_over(
     handover.pass("replace.suspend.stopped");
     handover.recorder.step("stop");
     if taps.takeover.has_vhost() {
-        check_vhost_stopped(handover.name(), &mut source_qmp)?;
+        taps.takeover.check_vhost_stopped(handover.name(), &mut source_qmp)?;
         handover.recorder.step("check vhost-net");
     }
     source_state.begin(&mut source_qmp)?;
@@ -115,14 +115,4 @@ pub(crate) fn hand_over(
     taps.takeover.send_again(stopped_host_us);
     handover.pass("replace.resume.resumed");
     Ok(Transferred { running, stopped_host_us })
-}
-
-/// Checks that the kernel does not serve the stopped guest's cards any more: it would read the tap, and write memory, with
-/// the destination.
-fn check_vhost_stopped(name: &str, source: &mut Qmp) -> Result<(), RebootError> {
-    let served = vhost::served_cards(source)?;
-    if served.is_empty() {
-        return Ok(());
-    }
-    Err(UnpreparedError::VhostRuns { name: name.into(), cards: served.join(", ") }.into())
 }

@@ -14,7 +14,6 @@
 //! | `environment` | where the destination starts, and what it inherits |
 //! | `start` | the start of the destination, and the first copy of the RAM |
 //! | `hand_over` | the hand-over of the guest |
-//! | `queues` | queues of taps that are detached for a time |
 //! | `give` | what the destination gets when the source is frozen: listening sockets |
 //! | `vnc`, `spice` | servers that show the screen |
 //! | `pid_file` | files that name a process |
@@ -35,7 +34,6 @@ pub(crate) mod hand_over;
 pub(crate) mod inspect;
 mod obstacles;
 pub(crate) mod pid_file;
-pub(crate) mod queues;
 pub(crate) mod recheck;
 pub(crate) mod recover;
 pub(crate) mod source;
@@ -68,7 +66,6 @@ pub(crate) fn passed_parts(inspected: &Inspected) -> PassedParts {
         vnc: vnc::listeners(&baseline.line),
         spice: spice::server(&baseline.line),
         tpm: tpm.as_ref().map(|tpm| tpm.passed.clone()),
-        detached_queues: Vec::new(),
     }
 }
 

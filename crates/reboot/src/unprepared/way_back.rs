@@ -1,6 +1,6 @@
 //! The way back to the source after a failure: no QEMU but the source runs the guest.
 
-use super::{DESTINATION_GENERATION, passed, queues, source, spice, tpm};
+use super::{DESTINATION_GENERATION, passed, source, spice, tpm};
 use crate::error::{RebootError, with_causes};
 use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
@@ -64,7 +64,7 @@ pub(crate) fn return_guest(
     end_destination(handover)?;
     let Some(source) = handover.live_source() else { return Ok(Recovered::ShutOff) };
     if may_be_stopped {
-        queues::attach_again(handover, source)?;
+        handover.attach_queues(source)?;
         let Some(mut qmp) = source::resume(handover, source, policy)? else { return Ok(Recovered::ShutOff) };
         devices::remove_descriptor_sets(&mut qmp, devices::DescriptorSets::All)?;
         userfaultfd::take_back(&mut qmp)?;

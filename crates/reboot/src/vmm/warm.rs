@@ -28,6 +28,7 @@ use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_qemu::stream;
+use rekindle_qemu::vhost;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
@@ -166,11 +167,18 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let source_qemu = &replacement.source_qemu;
     disks::start(&handover.rundir, hardware).map_err(LifeError::from)?;
     let (start_taps, mut taps) = TapTakeover::prepare(hardware.tap_slots(), source_qemu.process())?;
+    if hardware.has_vhost() {
+        taps.expect_vhost();
+    }
     taps.capture()?;
     let mut destination = Destination::spawn(handover, &replacement.environment(), Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");
 
     let mut source_qmp = source_qemu.connect(vmm::START_TIMEOUT)?;
+    if taps.has_vhost() {
+        // A QEMU that cannot report it is rejected now, not in the pause.
+        vhost::served_cards(&mut source_qmp)?;
+    }
     let source_blocks = compare_qemus(handover.name(), &mut source_qmp, &mut destination.qmp)?;
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
     let carried = destination.stage.ram.carried_blocks(source_blocks);
@@ -235,7 +243,10 @@ fn transfer_guest(
         resume_time,
     } = parts;
     let hardware = replacement.locked_vm.state.hardware.clone();
+    // The next step of the journal writes it.
+    handover.journal.operation.detached_queues = taps.queues_to_detach()?;
     let stopped_host_us = stop_guest(replacement, handover, &mut source_qmp)?;
+    taps.check_vhost_stopped(handover.name(), &mut source_qmp)?;
     let ram_digests = match replacement.options.verify_memory {
         true => Some(digest_ram(handover, &hardware.ram.path)?),
         false => None,
@@ -250,6 +261,7 @@ fn transfer_guest(
     let small_blocks = source_state.send_blocks(&mut sink)?;
     handover.recorder.step("read blocks");
     let devices = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    handover.freeze_reader_of_queues()?;
     let loading = destination.finish_feed();
     if let Some(vm_generation_id) = vm_generation_id {
         vm_generation_id.write(&devices.bytes);

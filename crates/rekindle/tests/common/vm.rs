@@ -34,6 +34,7 @@ pub struct Vm<'a> {
     keys: String,
     sections: String,
     net: Net,
+    net_keys: String,
     bridge: Option<String>,
     debian: bool,
     leaky: bool,
@@ -50,6 +51,7 @@ impl<'a> Vm<'a> {
             keys: String::new(),
             sections: String::new(),
             net: Net::Tap,
+            net_keys: String::new(),
             bridge: None,
             debian: false,
             leaky: false,
@@ -103,6 +105,12 @@ impl<'a> Vm<'a> {
         self
     }
 
+    /// Adds a line to the section of the VM's network.
+    pub fn net_key(mut self, line: &str) -> Self {
+        self.net_keys += &format!("{line}\n");
+        self
+    }
+
     /// Puts the VM's tap into a bridge, over which the lab reaches the guest.
     pub fn bridge(mut self, bridge: &Bridge) -> Self {
         bridge.address(&format!("10.79.{}.1/24", self.subnet));
@@ -111,7 +119,7 @@ impl<'a> Vm<'a> {
     }
 
     fn text(&self) -> String {
-        let Self { name, subnet, memory, append, keys, sections, .. } = self;
+        let Self { name, subnet, memory, append, keys, sections, net_keys, .. } = self;
         let (kernel, initrd) = if self.debian {
             let [kernel, initrd, ..] = self.lab.debian();
             (kernel, initrd)
@@ -138,7 +146,7 @@ impl<'a> Vm<'a> {
         let qemu = if keys.contains("qemu = ") { String::new() } else { format!("qemu = {:?}\n", qemu_new()) };
         format!(
             "name = \"{name}\"\nmemory = \"{memory}\"\n{qemu}{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
-             append = \"{KERNEL_OPTIONS} {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
+             append = \"{KERNEL_OPTIONS} {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}{net_keys}\n{sections}"
         )
     }
 

@@ -1,15 +1,15 @@
 //! Domains whose network cards are taps, as nearly every domain has them.
 
-use crate::traffic::{Pings, Stream};
+use crate::traffic::Pings;
 use crate::{assert_continues, boot, rekindle, text};
-use rekindle_kernel::{descriptor, tap};
 use rekindle_testing::libvirt::{BRIDGE, Domain, DomainOptions, Network, PrivateLibvirt, ip};
 use rekindle_testing::process::descriptors;
 use rekindle_testing::tools::{qemu_new, qemu_newest, qemu_old};
+use rekindle_testing::traffic::{ECHO_PORT, Stream};
 use rekindle_testing::{DEADLINE, wait_for};
 use rustix::mount::mount_bind;
 use std::fs;
-use std::os::fd::AsFd;
+use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
@@ -33,10 +33,15 @@ pub(crate) fn accessible(binary: &Path) -> PathBuf {
     place.join("usr/bin").join(binary.file_name().unwrap())
 }
 
+/// Begins traffic with the domain's echo service.
+fn begin_stream(domain: &Domain<'_>) -> Stream {
+    Stream::begin(TcpStream::connect((domain.address.ip(), ECHO_PORT)).unwrap())
+}
+
 /// Replaces the domain's QEMU by the one of `binary`, under traffic in both directions.
 #[track_caller]
 pub(crate) fn replace_under_traffic(domain: &Domain<'_>, binary: &Path) {
-    let (stream, pings) = (Stream::begin(domain), Pings::begin(domain));
+    let (stream, pings) = (begin_stream(domain), Pings::begin(domain));
     let (source, before) = (domain.process(), (ports(), open_taps(domain)));
     let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];
     let output = rekindle(&arguments).output().unwrap();
@@ -83,7 +88,7 @@ fn a_guest_that_returns_to_its_qemu_has_its_tap() {
     let libvirt = PrivateLibvirt::start();
     let domain = boot(&libvirt, "returned");
     let (boot_id, source) = (domain.ask("boot-id"), domain.process());
-    let (stream, pings) = (Stream::begin(&domain), Pings::begin(&domain));
+    let (stream, pings) = (begin_stream(&domain), Pings::begin(&domain));
     // The destination has read the tap when it is killed.
     let arguments = ["replace-qemu", "--preview", &domain.name];
     let output = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.loaded:kill-new").output().unwrap();
@@ -94,15 +99,8 @@ fn a_guest_that_returns_to_its_qemu_has_its_tap() {
     assert_continues(&domain, &boot_id);
 }
 
-/// Returns whether each queue of the domain's tap is attached.
 fn attached_queues(domain: &Domain<'_>) -> Vec<bool> {
-    let process = domain.process();
-    let files = descriptors(process.pid).into_iter().filter(|(_, file)| file == "/dev/net/tun");
-    files
-        .map(|(number, _)| {
-            !tap::queue(descriptor::take(process, number.cast_signed()).unwrap().as_fd()).unwrap().is_detached
-        })
-        .collect()
+    rekindle_testing::process::attached_queues(domain.process())
 }
 
 /// Boots a guest with a tap of three queues, of which it uses two.
@@ -131,7 +129,7 @@ fn a_guest_that_returns_to_its_qemu_has_all_its_queues() {
     let domain = boot_with_queues(&libvirt, "queues-returned");
     let source = domain.process();
     for fault in ["replace.suspend.taps:kill-new", "replace.suspend.loaded:kill-new"] {
-        let stream = Stream::begin(&domain);
+        let stream = begin_stream(&domain);
         let output =
             rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output));

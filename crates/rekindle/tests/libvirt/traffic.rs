@@ -1,20 +1,18 @@
-//! Traffic between a test and the guest of a domain, which shows whether bytes or many frames are lost.
+//! Traffic between a test and the guest of a domain, which shows whether many frames are lost.
 
 use rekindle_testing::libvirt::Domain;
+use rekindle_testing::traffic::Worker;
 use rekindle_testing::{DEADLINE, poll};
 use rustix::fd::OwnedFd;
 use rustix::net::sockopt::{Timeout, set_socket_recv_buffer_size, set_socket_timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, ipproto, recv, sendto, socket};
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, SocketAddrV4, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::net::{IpAddr, SocketAddrV4};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Duration;
 
-/// Port of the guest's echo service.
-const ECHO_PORT: u16 = 7;
 /// Time between two pings. A tap has room for 1000 frames: none is lost in a pause of up to 5 s.
 const PING_INTERVAL: Duration = Duration::from_millis(5);
 /// How often the receiver of pings checks whether it shall end.
@@ -25,52 +23,6 @@ const ECHO_REQUEST: u8 = 8;
 const ECHO_REPLY: u8 = 0;
 /// Identifier of the pings, which are alone in the test's network.
 const PING_ID: [u8; 2] = *b"rk";
-
-/// A thread that works until it is finished.
-struct Worker<T> {
-    is_finished: Arc<AtomicBool>,
-    thread: JoinHandle<T>,
-}
-
-impl<T: Send + 'static> Worker<T> {
-    fn begin(work: impl FnOnce(&AtomicBool) -> T + Send + 'static) -> Self {
-        let is_finished = Arc::new(AtomicBool::new(false));
-        let flag = Arc::clone(&is_finished);
-        Self { is_finished, thread: thread::spawn(move || work(&flag)) }
-    }
-
-    fn finish(self) -> T {
-        self.is_finished.store(true, Ordering::SeqCst);
-        self.thread.join().expect("the traffic")
-    }
-}
-
-/// Numbers that the guest sends back, over one connection.
-pub(crate) struct Stream(Worker<u64>);
-
-impl Stream {
-    pub(crate) fn begin(domain: &Domain<'_>) -> Self {
-        let mut connection = TcpStream::connect(SocketAddr::new(domain.address.ip(), ECHO_PORT)).unwrap();
-        connection.set_read_timeout(Some(DEADLINE)).unwrap();
-        Self(Worker::begin(move |is_finished| {
-            let mut round = 0;
-            while !is_finished.load(Ordering::SeqCst) {
-                let numbers: Vec<u8> = (round * 100..(round + 1) * 100).flat_map(u64::to_le_bytes).collect();
-                let mut echo = vec![0; numbers.len()];
-                connection.write_all(&numbers).unwrap();
-                connection.read_exact(&mut echo).unwrap();
-                assert_eq!(echo, numbers, "round {round}");
-                round += 1;
-            }
-            round
-        }))
-    }
-
-    /// Checks that every number came back.
-    pub(crate) fn assert_complete(self) {
-        assert!(self.0.finish() > 0);
-    }
-}
 
 /// Pings that one replacement may lose. A QEMU that has to wait for a processor reads frames long before its guest gets
 /// them, and such frames are sent again only as far as they are known. TCP sends them again in any case.

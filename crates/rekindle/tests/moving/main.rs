@@ -10,8 +10,10 @@ mod managed;
 
 use common::protector::{Protector, pager};
 use common::served::{image, read, section};
+use common::vm::Vm;
 use common::{CommandResult, DEADLINE, Guest, Lab, Watch, observe, qemu_new, qemu_old, wait_for};
 use rekindle_kernel::process::Process;
+use rekindle_testing::process::attached_queues;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -33,10 +35,15 @@ struct Pair {
 
 impl Pair {
     fn new(name: &'static str) -> Self {
+        Self::of(name, |vm| vm)
+    }
+
+    /// `adapt` changes the definition of the guest.
+    fn of(name: &'static str, adapt: impl for<'a> Fn(Vm<'a>) -> Vm<'a>) -> Self {
         let (here, there) = (Lab::new(), Lab::new());
         let (disk, store) = (image(&here, "disk.raw"), here.path("store"));
         for lab in [&here, &there] {
-            lab.vm(name).section(&section(&disk, "")).write();
+            adapt(lab.vm(name)).section(&section(&disk, "")).write();
             let script = lab.path("ssh");
             // The script's arguments are those of `ssh`: first the host, then a command for its shell.
             let text = format!(
@@ -196,6 +203,24 @@ fn a_guest_moves_to_another_host_and_back() {
     let mut protector = Protector::start(&guest, &pair.there, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
     protector.end();
+}
+
+#[test]
+fn a_guest_moves_with_the_queues_of_its_card() {
+    let pair = Pair::of("queues", |vm| vm.key("vcpus = 2").net_key("queues = 3"));
+    let guest = pair.boot();
+    guest.touch("24M");
+    let boot = guest.boot_id();
+    for (from, to) in [(&pair.here, &pair.there), (&pair.there, &pair.here)] {
+        assert_eq!(attached_queues(pair.guest(from).single_qemu().process), [true, true, false]);
+        last(&pair.run(from, to, &[]).ok());
+        wait_empty(from);
+        let guest = pair.guest(to);
+        guest.wait_ready();
+        assert_eq!(guest.boot_id(), boot);
+        guest.verify();
+    }
+    assert_eq!(attached_queues(pair.guest(&pair.here).single_qemu().process), [true, true, false]);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
 use crate::common::served::{digest, image, kill_server, read, section};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
+use rekindle_testing::process::attached_queues;
 use rekindle_vm::lock::OperationLock;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::RunDir;
@@ -57,6 +58,21 @@ fn generation(guest: &Guest<'_>) -> Value {
 
 fn guest<'a>(lab: &'a Lab, name: &str, image: &Path) -> Guest<'a> {
     lab.vm(name).section(PHASES).section(&section(image, "")).boot(&[])
+}
+
+#[test]
+fn a_guest_with_several_queues_resumes_from_a_phase() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let vm = lab.vm("queues").key("vcpus = 2").net_key("queues = 3");
+    let guest = vm.section(PHASES).section(&section(&path, "")).boot(&[]);
+    announce(&guest);
+    for _ in 0..2 {
+        assert_eq!(attached_queues(guest.only_qemu().process), [true, true, false]);
+        assert_eq!(reboot_from(&guest).0.as_deref(), Some("services"));
+    }
+    assert_eq!(attached_queues(guest.only_qemu().process), [true, true, false]);
+    guest.assert_sound();
 }
 
 #[test]

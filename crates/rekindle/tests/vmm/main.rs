@@ -16,5 +16,6 @@ mod overlay_faults;
 mod overlays;
 mod overlays_libvirt;
 mod processes;
+mod queues;
 mod replace;
 mod versions;

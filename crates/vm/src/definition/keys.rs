@@ -31,7 +31,7 @@ pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     ("devices", &["vga", "agent", "rng", "vmgenid"]),
     ("phase", &["save", "healthy"]),
     ("disk", &["id", "path", "format", "readonly", "cache", "serial", "server", "redo", "attic_keep", "bps", "iops"]),
-    ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname"]),
+    ("net", &["id", "mac", "kind", "forward", "bridge", "netns", "address", "ifname", "queues", "vhost"]),
 ];
 
 /// Returns every key of a section.

@@ -33,10 +33,25 @@ pub enum NetBackend {
     Tap {
         /// Name of the tap on the host. Default [`derived_ifname`].
         ifname: String,
+        /// Number of queues of the guest's card.
+        #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
+        queues: u16,
+        /// Whether the host's kernel serves the card (vhost-net).
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        vhost: bool,
         /// Where the tap is connected.
         #[serde(flatten)]
         place: TapPlace,
     },
+}
+
+fn one_queue() -> u16 {
+    1
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one_queue(queues: &u16) -> bool {
+    *queues == 1
 }
 
 /// Where a tap is connected: the key `bridge`, or `netns` with `address`.

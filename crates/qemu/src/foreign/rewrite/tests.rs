@@ -192,6 +192,20 @@ fn ports_are_forwarded_in_either_form() {
 }
 
 #[test]
+fn the_queues_of_a_tap_are_counted() {
+    for (netdev, queues) in [
+        ("tap,id=n,fds=31:32:33,vhost=on,vhostfds=34:35:36", 3),
+        (r#"{"type":"tap","id":"n","fds":"31:32"}"#, 2),
+        ("tap,id=n,ifname=t,queues=4", 4),
+        ("tap,id=n,fd=31", 1),
+    ] {
+        let line = format!("-netdev {netdev} -device virtio-net-pci,netdev=n,id=c");
+        let machine = rewrite(&words(&line), &facts(&["c"])).unwrap();
+        assert_eq!(machine.networks[0].queues, queues, "{netdev}");
+    }
+}
+
+#[test]
 fn defaults_stay_defaults() {
     let text = rebuilt(rewrite(&words("/disk.img -nographic"), &facts(&[])).unwrap());
     let parts = ["-hda /disk.img", "graphics=off", "-serial chardev:rekindle-console", "-parallel null", "-m 524288K"];

@@ -4,8 +4,9 @@ use super::super::document::Section;
 use super::super::names::{check_interface, check_netns};
 use super::super::{Forward, Mac, Net, NetBackend, TapPlace, derived_ifname};
 use super::{UniqueValues, read_id, record_duplicate};
+use rekindle_qemu::command::MAX_QUEUES;
 
-const TAP_KEYS: &[&str] = &["bridge", "netns", "address", "ifname"];
+const TAP_KEYS: &[&str] = &["bridge", "netns", "address", "ifname", "queues", "vhost"];
 const USER_KEYS: &[&str] = &["forward"];
 
 /// Reads every net, in order. `vm_name` is that from which addresses and interface names are derived.
@@ -23,7 +24,8 @@ pub(super) fn read(top: &Section<'_>, vm_name: &str) -> Vec<Net> {
             let ifname = section.checked("ifname", check_interface);
             let ifname = ifname.map_or_else(|| derived_ifname(vm_name, &id), str::to_owned);
             taps.claim(section, "ifname", &ifname);
-            NetBackend::Tap { ifname, place: read_tap_place(section) }
+            let queues = section.number("queues", 1, MAX_QUEUES).unwrap_or(1);
+            NetBackend::Tap { ifname, queues, vhost: section.flag("vhost", false), place: read_tap_place(section) }
         } else {
             NetBackend::User { forward: read_forwards(section, &mut ports) }
         };

@@ -149,7 +149,7 @@ fn a_disk_and_a_net_get_every_default() {
     assert_eq!(vm.boot, None);
     let user = NetBackend::User { forward: vec![] };
     let place = TapPlace::Netns { netns: "blue".into(), address: None };
-    let tap = NetBackend::Tap { ifname: "web-net1".into(), place };
+    let tap = NetBackend::Tap { ifname: "web-net1".into(), queues: 1, vhost: false, place };
     let net = |id: &str, backend| Net { id: id.into(), mac: Mac::derived("web", id), backend };
     assert_eq!(vm.nets, [net("net0", user), net("net1", tap)]);
     let json = serde_json::to_value(&vm).unwrap();
@@ -373,12 +373,15 @@ fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     let user =
         proptest::option::of(forward).prop_map(|forward| NetBackend::User { forward: forward.into_iter().collect() });
     // The name is set below: it must differ from those of the other taps.
-    let tap = any_tap_place().prop_map(|place| NetBackend::Tap { ifname: String::new(), place });
+    let tap = (any_tap_place(), 1..=8_u16, any::<bool>());
+    let tap = tap.prop_map(|(place, queues, vhost)| NetBackend::Tap { ifname: String::new(), queues, vhost, place });
     let backends = (user, proptest::collection::vec(tap, 0..3));
     backends.prop_map(|(user, taps)| {
         let net = |(index, backend)| {
             let backend = match backend {
-                NetBackend::Tap { place, .. } => NetBackend::Tap { ifname: format!("t{index}"), place },
+                NetBackend::Tap { queues, vhost, place, .. } => {
+                    NetBackend::Tap { ifname: format!("t{index}"), queues, vhost, place }
+                }
                 user => user,
             };
             let id = format!("n{index}");
