@@ -271,12 +271,7 @@ impl Libvirt {
 
     /// Finds the domain. `None`: libvirt does not know it.
     fn find(&self, uuid: &str) -> Result<Option<Domain>, RestoreError> {
-        match self.connection.lookup(uuid) {
-            Ok(domain) => Ok(Some(domain)),
-            Err(_) if self.connection.is_alive() => Ok(None),
-            // A daemon that has ended knows no domain, but the domain may run.
-            Err(e) => Err(self.failed(e)),
-        }
+        self.connection.find(uuid).map_err(|e| self.failed(e))
     }
 
     fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {
