@@ -10,6 +10,7 @@ use rekindle_protect::target::TargetError;
 use rekindle_store::StoreError;
 use rekindle_vm::definition::DefinitionErrors;
 use rekindle_vm::error::LifeError;
+use rekindle_vm::overlays::OverlayDisksError;
 use serde::Serialize;
 use std::fmt;
 use std::io;
@@ -89,6 +90,9 @@ pub enum StartError {
          --disable {domain}"
     )]
     Autostart { domain: String },
+    /// The overlays of its disks cannot be merged.
+    #[error(transparent)]
+    Overlays(#[from] OverlayDisksError),
     /// The guest that libvirt has started cannot be protected.
     #[error(transparent)]
     Attach(#[from] AttachError),

@@ -13,6 +13,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
+use rekindle_vm::qemu::OFF;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
@@ -79,7 +80,8 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         shut_down_guest(resource, &rundir, Instant::now() + guest_time * SHUTDOWN_TIME_PERCENT / 100);
     }
     end_protector(&rundir, guest_deadline);
-    let is_shutdown_reported = has_shut_down(resource, &rundir) && report_shutdown(&rundir);
+    let had_shut_down = has_shut_down(resource, &rundir);
+    let mut is_shutdown_reported = had_shut_down && report_shutdown(&rundir);
     // A guest that this node still owns gets a last checkpoint.
     if has_unsettled_move(&rundir)
         && let Err(why) = loops::recover(&rundir, guest_deadline)
@@ -90,7 +92,11 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
     let status = guest.status(&rundir);
-    let has_shut_down = has_shut_down(resource, &rundir);
+    // Of the same moment as the status.
+    let has_shut_down = matches!(&status, Ok(Status::Stopped(why)) if why == OFF);
+    if has_shut_down && !had_shut_down {
+        is_shutdown_reported = report_shutdown(&rundir);
+    }
     let is_suspended = !has_shut_down
         && matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let lost = match status {

@@ -483,6 +483,14 @@ impl Domain {
         }
     }
 
+    /// Replaces the XML with which the domain is started next time.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn redefine(&self, xml: &str) -> Result<(), LibvirtError> {
+        self.connection.define(xml)
+    }
+
     /// Returns whether a QEMU runs the domain, and whether its guest runs.
     ///
     /// # Errors

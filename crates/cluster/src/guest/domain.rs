@@ -9,7 +9,9 @@ use crate::resource::{Resource, SYSTEM_URI};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
+use rekindle_libvirt::disks::DomainDisk;
 use rekindle_libvirt::domains;
+use rekindle_libvirt::portable_xml::{self, DiskFile};
 use rekindle_libvirt::status_file::{StatusFile, StatusFileError};
 use rekindle_life::attach::attach;
 use rekindle_life::shutdown::{Ended, pull_the_plug};
@@ -23,13 +25,15 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Journal;
 use rekindle_vm::lock::running_operation;
+use rekindle_vm::overlays::OfflineOverlays;
 use rekindle_vm::qemu::OFF;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -46,6 +50,8 @@ const DAEMONS: [&str; 2] = ["libvirtd)", "virtqemud)"];
 
 /// How long libvirt may take to answer a query.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long libvirt may take to request a shutdown: it waits for a guest agent that does not answer.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long libvirt may take to start a domain.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long libvirt may take to notice the end of a QEMU.
@@ -90,7 +96,7 @@ impl ResourceGuest for DomainGuest<'_> {
     }
 
     fn request_shutdown(&self, _rundir: &RunDir) -> Result<(), String> {
-        self.ask(ANSWER_TIMEOUT, |domain| domain.request_shutdown())?.ok_or_else(|| self.unknown())
+        self.ask(REQUEST_TIMEOUT, |domain| domain.request_shutdown())?.ok_or_else(|| self.unknown())
     }
 
     fn restore(&self, host: &Host) -> Result<StartResult, StartError> {
@@ -114,6 +120,7 @@ impl ResourceGuest for DomainGuest<'_> {
         host.create_run_dir(&rundir).map_err(|source| LifeError::RunDir { name: rundir.name().into(), source })?;
         let booted = self.claim(&rundir, uuid, listing).and_then(|()| {
             if !is_there {
+                self.merge_overlays()?;
                 let started = self.ask(START_TIMEOUT, |domain| domain.start()).map_err(failed)?;
                 started.ok_or_else(|| failed(self.unknown()))?;
             }
@@ -213,14 +220,50 @@ impl DomainGuest<'_> {
         Ok(())
     }
 
+    /// Merges the overlays that an earlier run of the guest has left on its disks, and puts libvirt's definition on the
+    /// images. Can be repeated.
+    fn merge_overlays(&self) -> Result<(), StartError> {
+        let failed = |why| StartError::Libvirt { domain: self.domain.to_owned(), why };
+        let xml = self.ask(ANSWER_TIMEOUT, |domain| domain.definition()).map_err(failed)?;
+        let xml = xml.ok_or_else(|| failed(self.unknown()))?;
+        let description = portable_xml::describe(&xml).map_err(failed)?;
+        let qemu = description.emulator.unwrap_or_default();
+        let mut disks = Vec::new();
+        for DomainDisk { target, files, .. } in description.disks {
+            let Some(file) = files.first().map(PathBuf::from) else { continue };
+            if let Some(overlays) = OfflineOverlays::open(&file, &qemu)? {
+                disks.push((target, file, overlays));
+            }
+        }
+        let mut files = BTreeMap::new();
+        for (target, file, overlays) in &mut disks {
+            overlays.merge(&qemu)?;
+            if file != overlays.image() {
+                let format = overlays.format().ok_or_else(|| {
+                    let image = overlays.image().display();
+                    failed(format!("its disk {target} was merged into {image}; put the definition on it: virsh edit"))
+                })?;
+                let image = DiskFile { path: overlays.image().to_owned(), format: format.to_owned() };
+                files.insert(target.clone(), image);
+            }
+        }
+        if !files.is_empty() {
+            let on_images = portable_xml::with_disks_on(&xml, &files).map_err(failed)?;
+            let defined = self.ask(ANSWER_TIMEOUT, move |domain| domain.redefine(&on_images)).map_err(failed)?;
+            defined.ok_or_else(|| failed(self.unknown()))?;
+        }
+        Ok(disks.into_iter().try_for_each(|(_, _, overlays)| overlays.finish())?)
+    }
+
     /// Combines the status of the VM with libvirt's: only a guest that both know to run does.
     fn status_in_libvirt(&self, recorded: Status) -> Status {
         match self.ask(ANSWER_TIMEOUT, |domain| domain.state()) {
             Ok(Some(DomainState::Running)) if recorded == Status::Protected => Status::Running,
             Ok(Some(DomainState::Running)) => recorded,
             Ok(Some(DomainState::Paused)) => Status::Stopped("paused".into()),
-            // libvirt has lost it, or has not noticed yet that its QEMU has ended.
-            Ok(Some(DomainState::ShutOff | DomainState::Other) | None) => Status::Silent,
+            Ok(Some(DomainState::Other)) => Status::Stopped("about to start or to end".into()),
+            // libvirt has lost it.
+            Ok(Some(DomainState::ShutOff) | None) => Status::Silent,
             // The guest runs without the daemon, and its protector waits for it.
             Err(why) => Status::Degraded(format!("libvirt does not answer: {why}")),
         }

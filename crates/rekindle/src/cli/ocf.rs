@@ -98,9 +98,13 @@ pub struct OcfResource {
     pub within: Span,
 }
 
-/// Parses the name of a domain. libvirt has files with this name.
+/// Parses the name of a domain. libvirt has files with this name, and would take a number or a UUID for one.
 fn domain_name(text: &str) -> Result<String, String> {
-    if text.is_empty() || text.contains('/') { Err("not a name of a domain".into()) } else { Ok(text.to_owned()) }
+    let is_uuid = text.len() == 36 && text.chars().all(|c| c == '-' || c.is_ascii_hexdigit());
+    if text.is_empty() || text.contains('/') || text.chars().all(|c| c.is_ascii_digit()) || is_uuid {
+        return Err("not a domain's name; its number or UUID is not accepted".into());
+    }
+    Ok(text.to_owned())
 }
 
 #[derive(Debug, Args)]

@@ -159,10 +159,11 @@ fn monitor_vm(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 }
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
-    if let Some(domain) = &arguments.libvirt {
-        return show_domain_config(output, arguments, domain);
-    }
-    let file = definition_path(arguments);
+    let resource = resource(arguments)?;
+    let file = match &resource.guest {
+        GuestKind::Own { definition } => definition.clone(),
+        GuestKind::Domain { name } => return show_domain_config(output, arguments, name),
+    };
     // Not a usage error: the agent would report that as an error of the whole cluster, but files are specific to a
     // node.
     let definition = Definition::load(&file)?;
@@ -180,9 +181,8 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
 
 /// Prints the configuration of a domain. It may be unknown to libvirt here, because a restore defines it.
 fn show_domain_config(output: &Output, arguments: &OcfResource, domain: &str) -> Result<ExitCode> {
-    let resource = resource(arguments)?;
     check_libvirt()?;
-    let configured = Configured { name: resource.name.as_str(), source: Source::Domain(domain), utilization: None };
+    let configured = Configured { name: arguments.name.as_str(), source: Source::Domain(domain), utilization: None };
     output.result(&configured.utilization, configuration_commands(&configured, &parameters(arguments)?))?;
     Ok(ExitCode::SUCCESS)
 }

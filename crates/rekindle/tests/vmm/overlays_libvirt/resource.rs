@@ -8,7 +8,8 @@ use rekindle_store::{StoreUrl, admin};
 use rekindle_testing::libvirt::PrivateLibvirt;
 use serde_json::Value;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The domain of an [`Attached`] as resource `dom`. It is shut off first.
 struct Resource<'a> {
@@ -197,6 +198,41 @@ fn a_domain_without_daemon_is_degraded_and_is_stopped_by_its_process() {
 }
 
 #[test]
+fn the_agent_ends_a_domain_on_a_node_without_the_program() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let dom = Resource::new(&libvirt, &lab);
+    let agent = |action: &str| {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/ocf/rekindle");
+        let mut command = Command::new(script);
+        command.arg(action).env("OCF_ROOT", "/usr/lib/ocf").env("OCF_RESOURCE_INSTANCE", "dom");
+        command.env("OCF_RESKEY_domain", &dom.attached.domain.name).env("OCF_RESKEY_store", &dom.store);
+        command.env("OCF_RESKEY_binary", "/absent").env("OCF_RESKEY_run_dir", lab.run_root());
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    assert_eq!(agent("monitor").0, Some(7), "the agent needs the package resource-agents: {}", agent("monitor").1);
+    // With a run directory, and without one.
+    for is_resource in [true, false] {
+        if is_resource {
+            dom.start_on(&lab);
+        } else {
+            lab.rekindle(["detach", "dom"]).ok();
+            dom.attached.virsh("start", &[]).unwrap();
+        }
+        let qemu = dom.attached.domain.process();
+        assert_eq!(agent("monitor").0, Some(1), "{}", agent("monitor").1);
+        assert_eq!(agent("stop").0, Some(0), "{}", agent("stop").1);
+        assert!(!qemu.is_alive());
+        assert_eq!(agent("monitor").0, Some(7));
+        wait_for("libvirt to notice", DEADLINE, || (dom.attached.domain.state() == "shut off").then_some(()));
+    }
+    let (code, printed) = agent("migrate_to");
+    assert_eq!(code, Some(3), "{printed}");
+    assert!(printed.contains("allow-migrate=false"), "{printed}");
+}
+
+#[test]
 fn what_a_domain_cannot_be_is_rejected() {
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
@@ -204,10 +240,62 @@ fn what_a_domain_cannot_be_is_rejected() {
     dom.ocf("start", &["--output-commit"]).status(2);
     dom.ocf("start", &["--definition", "/etc/dom.toml"]).status(2);
     dom.ocf("migrate-to", &["--to", "elsewhere"]).status(2).prints(&["allow-migrate=false"]);
+    let by_number = ["ocf", "monitor", "dom", "--libvirt", "7", "--store", dom.store.to_str().unwrap()];
+    lab.rekindle(by_number).status(2).prints(&["not a domain's name"]);
     dom.attached.virsh("autostart", &[]).unwrap();
     dom.ocf("start", &[]).status(1).prints(&["virsh autostart --disable"]);
     dom.attached.virsh("undefine", &[]).unwrap();
     dom.ocf("start", &[]).status(1).prints(&["does not know domain", "virsh define"]);
     dom.ocf("monitor", &[]).status(7);
     dom.ocf("show-config", &[]).ok();
+}
+
+#[test]
+fn a_guest_that_has_shut_down_is_booted_with_its_newest_disks() {
+    let libvirt = PrivateLibvirt::start();
+    let (lab, other_node) = (Lab::without_root(), Lab::without_root());
+    let dom = Resource::new(&libvirt, &lab);
+    let guest = &dom.attached.guest;
+    dom.start_on(&lab);
+    dom.wait_checkpoint();
+    let boot = dom.boot_id();
+    write_both(guest, 1);
+    let expected = read_both(guest);
+    guest.ask("drop-caches");
+    let stopped = dom.ocf("stop", &["--how", "shutdown"]).ok();
+    assert_eq!(stopped.json()["how"], "shut-down", "{stopped}");
+    assert_eq!(dom.attached.domain.state(), "shut off");
+
+    let started = dom.start_on(&lab);
+    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
+    let second = dom.boot_id();
+    assert_ne!(second, boot);
+    assert_eq!(read_both(guest), expected);
+    dom.wait_checkpoint();
+
+    // The guest shuts itself down. It is started on a node whose run directory does not have it.
+    write_both(guest, 2);
+    let expected = read_both(guest);
+    guest.ask("drop-caches");
+    guest.send("poweroff");
+    wait_for("the monitor to report it as stopped", DEADLINE, || {
+        (dom.ocf("monitor", &[]).code == Some(7)).then_some(())
+    });
+    dom.ocf("stop", &[]).ok();
+    assert_eq!(dom.start_on(&other_node)["started"], "booted");
+    assert_ne!(dom.boot_id(), second);
+    assert_eq!(read_both(guest), expected);
+    dom.wait_checkpoint();
+
+    // A signal ends QEMU, which is no shutdown of the guest.
+    let third = dom.boot_id();
+    let qemu = dom.attached.domain.process();
+    qemu.terminate().unwrap();
+    assert!(qemu.wait_end(DEADLINE).unwrap());
+    dom.ocf_on(&other_node, "monitor", &[]).status(7);
+    dom.ocf_on(&other_node, "stop", &[]).ok();
+    assert_eq!(dom.start_on(&other_node)["started"], "restored-into-libvirt");
+    assert_eq!(dom.boot_id(), third);
+    assert_both_agree(guest, &expected, "after a signal");
+    dom.ocf_on(&other_node, "stop", &[]).ok();
 }
