@@ -89,6 +89,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         tracing::warn!("{}: cannot settle its interrupted move: {why}", resource.name);
     }
     if !rundir.exists() {
+        guest.end_strays(&rundir)?;
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
     let status = guest.status(&rundir);

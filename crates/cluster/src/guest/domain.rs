@@ -100,13 +100,16 @@ impl ResourceGuest for DomainGuest<'_> {
     }
 
     fn restore(&self, host: &Host) -> Result<StartResult, StartError> {
+        if self.definition().map_err(|why| self.failed(why))?.is_some_and(|found| found.is_started_automatically) {
+            return Err(StartError::Autostart { domain: self.domain.to_owned() });
+        }
         let (name, request) = (&self.resource.name, self.resource.restore_request());
         let restored = restore_into_libvirt(host, name, &request, Some(SYSTEM_URI.into()), &mut |_, _| ())?;
         Ok(StartResult::RestoredIntoLibvirt(restored))
     }
 
     fn boot(&self, host: &Host, listing: Option<&Listing>) -> Result<(), StartError> {
-        let failed = |why| StartError::Libvirt { domain: self.domain.to_owned(), why };
+        let failed = |why| self.failed(why);
         let is_there = self.qemu().map_err(|e| failed(e.to_string()))?.is_some();
         let definition = self.definition().map_err(failed)?;
         let Some(Definition { uuid, is_started_automatically }) = definition else {
@@ -196,6 +199,10 @@ impl DomainGuest<'_> {
         }
     }
 
+    fn failed(&self, why: String) -> StartError {
+        StartError::Libvirt { domain: self.domain.to_owned(), why }
+    }
+
     fn unknown(&self) -> String {
         format!("libvirt does not know domain {}", self.domain)
     }
@@ -223,7 +230,7 @@ impl DomainGuest<'_> {
     /// Merges the overlays that an earlier run of the guest has left on its disks, and puts libvirt's definition on the
     /// images. Can be repeated.
     fn merge_overlays(&self) -> Result<(), StartError> {
-        let failed = |why| StartError::Libvirt { domain: self.domain.to_owned(), why };
+        let failed = |why| self.failed(why);
         let xml = self.ask(ANSWER_TIMEOUT, |domain| domain.definition()).map_err(failed)?;
         let xml = xml.ok_or_else(|| failed(self.unknown()))?;
         let description = portable_xml::describe(&xml).map_err(failed)?;

@@ -173,6 +173,15 @@ fn a_running_domain_becomes_a_resource_and_one_that_was_started_again_is_shut_do
     assert!(dom.attached.domain.log().contains("reason=shutdown"), "{}", dom.attached.domain.log());
     assert_eq!(dom.attached.domain.state(), "shut off");
     dom.ocf("monitor", &[]).status(7);
+
+    // Without a run directory, and a guest that cannot shut down.
+    dom.attached.virsh("start", &[]).unwrap();
+    dom.attached.virsh("suspend", &[]).unwrap();
+    let qemu = dom.attached.domain.process();
+    dom.ocf("stop", &[]).ok();
+    assert!(!qemu.is_alive());
+    assert_eq!(dom.attached.domain.state(), "shut off");
+    dom.ocf("monitor", &[]).status(7);
 }
 
 #[test]
