@@ -1,6 +1,8 @@
 //! Commands for the cluster manager's configuration, with the VM's utilization, so that it is placed on a node with
 //! enough room.
 
+use crate::resource::SYSTEM_URI;
+use rekindle_kernel::libvirt_client::{Connection, LibvirtError};
 use rekindle_vm::definition::Definition;
 use std::path::Path;
 
@@ -44,7 +46,55 @@ const OPERATIONS: [Operation; 6] = [
 ];
 
 /// After three failures on a node, the cluster uses another node; failures expire after a minute.
-const META_ATTRIBUTES: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
+const META_ATTRIBUTES: &str = "migration-threshold=3 failure-timeout=60s";
+
+/// What a resource is on each node.
+#[derive(Debug, Clone, Copy)]
+pub enum Source<'a> {
+    /// Path of a definition.
+    Definition(&'a Path),
+    /// libvirt's name of a domain.
+    Domain(&'a str),
+}
+
+/// A resource to configure.
+#[derive(Debug, Clone, Copy)]
+pub struct Configured<'a> {
+    pub name: &'a str,
+    pub source: Source<'a>,
+    /// `None` if it is not known.
+    pub utilization: Option<Utilization>,
+}
+
+impl Configured<'_> {
+    /// The parameter that names the source.
+    fn source_parameter(&self) -> (&'static str, String) {
+        match self.source {
+            Source::Definition(file) => ("definition", file.display().to_string()),
+            Source::Domain(name) => ("domain", name.to_owned()),
+        }
+    }
+
+    /// Returns whether it can be moved while it runs.
+    fn can_move(&self) -> bool {
+        matches!(self.source, Source::Definition(_))
+    }
+}
+
+/// Checks that this host has libvirt. A daemon that does not answer is only logged, because it may answer later.
+///
+/// # Errors
+/// [`LibvirtError::NotInstalled`].
+pub fn check_libvirt() -> Result<(), LibvirtError> {
+    match Connection::open(Some(SYSTEM_URI)) {
+        Ok(_) => Ok(()),
+        Err(e @ LibvirtError::NotInstalled(_)) => Err(e),
+        Err(e) => {
+            tracing::warn!("libvirt does not answer: {e}");
+            Ok(())
+        }
+    }
+}
 
 /// Quotes a word for a shell command.
 fn quote(text: &str) -> String {
@@ -57,20 +107,33 @@ fn quote(text: &str) -> String {
 }
 
 /// Returns two alternative sets of commands: one for `crm` (crmsh), one for `pcs`. `parameters` are the resource
-/// parameters in addition to the definition.
+/// parameters in addition to its source.
 #[must_use]
-pub fn configuration_commands(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
-    let Utilization { memory, vcpus } = Utilization::of(definition);
-    let name = definition.name.as_str();
-    let definition_file = ("definition", file.display().to_string());
-    let parameter_words: Vec<_> = std::iter::once(&definition_file)
-        .chain(parameters)
-        .map(|(key, value)| quote(&format!("{key}={value}")))
-        .collect();
+pub fn configuration_commands(configured: &Configured<'_>, parameters: &[(&str, String)]) -> String {
+    let name = configured.name;
+    let source = configured.source_parameter();
+    let parameter_words: Vec<_> =
+        std::iter::once(&source).chain(parameters).map(|(key, value)| quote(&format!("{key}={value}"))).collect();
     let parameter_words = parameter_words.join(" ");
     let store = store_arguments(parameters);
-    let crm_operations = operation_lines("op ", "op_params OCF_CHECK_LEVEL");
-    let pcs_operations = operation_lines("", "OCF_CHECK_LEVEL");
+    let can_move = configured.can_move();
+    let crm_operations = operation_lines(can_move, "op ", "op_params OCF_CHECK_LEVEL");
+    let pcs_operations = operation_lines(can_move, "", "OCF_CHECK_LEVEL");
+    let meta_attributes = format!("allow-migrate={can_move} {META_ATTRIBUTES}");
+    let (crm_utilization, pcs_utilization) = match configured.utilization {
+        Some(Utilization { memory, vcpus }) => (
+            format!("    utilization memory={memory} vcpus={vcpus} \\\n"),
+            format!("pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"),
+        ),
+        None => (
+            String::new(),
+            format!(
+                "# Set its utilization, with the values of virsh dominfo:\n\
+                 #   crm resource utilization {name} set memory MIB && crm resource utilization {name} set vcpus N\n\
+                 #   pcs resource utilization {name} memory=MIB vcpus=N\n"
+            ),
+        ),
+    };
     format!(
         "# Set each node's capacity for guests once, in MiB and processors, e.g. 60 GiB and 16:\n\
          #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
@@ -84,11 +147,11 @@ pub fn configuration_commands(definition: &Definition, file: &Path, parameters: 
          #   rekindle store init {store}\n\
          \n# crmsh\n\
          crm configure primitive {name} ocf:rekindle:vm \\\n    params {parameter_words} \\\n    \
-         {crm_operations} \\\n    utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
+         {crm_operations} \\\n{crm_utilization}    meta {meta_attributes}\n\
          \n# pcs\n\
          pcs resource create {name} ocf:rekindle:vm {parameter_words} \\\n    op {pcs_operations} \\\n    \
-         meta {META_ATTRIBUTES}\n\
-         pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
+         meta {meta_attributes}\n\
+         {pcs_utilization}"
     )
 }
 
@@ -99,14 +162,16 @@ fn store_arguments(parameters: &[(&str, String)]) -> String {
     tls_files.fold(store, |arguments, (key, file)| format!("{arguments} --{key} {}", quote(file)))
 }
 
-/// Returns a line for each of [`OPERATIONS`], which begins with `prefix`. `level_key` is the name of the check level.
-fn operation_lines(prefix: &str, level_key: &str) -> String {
+/// Returns a line for each of [`OPERATIONS`], which begins with `prefix`; without those of a move, unless `can_move`.
+/// `level_key` is the name of the check level.
+fn operation_lines(can_move: bool, prefix: &str, level_key: &str) -> String {
     let line = |operation: &Operation| {
         let Operation { name, interval_s, timeout_s, check_level } = operation;
         let level = if *check_level > 0 { format!(" {level_key}={check_level}") } else { String::new() };
         format!("{prefix}{name} interval={interval_s}s timeout={timeout_s}s{level}")
     };
-    OPERATIONS.iter().map(line).collect::<Vec<_>>().join(" \\\n    ")
+    let operations = OPERATIONS.iter().filter(|operation| can_move || !operation.name.starts_with("migrate_"));
+    operations.map(line).collect::<Vec<_>>().join(" \\\n    ")
 }
 
 #[cfg(test)]
@@ -121,11 +186,10 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
         let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
         assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
-        let text = configuration_commands(
-            &definition,
-            Path::new("/etc/rekindle/my web.toml"),
-            &[("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())],
-        );
+        let parameters = [("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())];
+        let source = Source::Definition(Path::new("/etc/rekindle/my web.toml"));
+        let own = Configured { name: "web", source, utilization: Some(Utilization::of(&definition)) };
+        let text = configuration_commands(&own, &parameters);
         for part in [
             "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web cert=/c.pem \\\n",
             "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true migration-threshold=3 failure-timeout=60s\n",
@@ -135,5 +199,19 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
+    }
+
+    #[test]
+    fn a_domain_is_not_moved_while_it_runs() {
+        let domain = Configured { name: "web", source: Source::Domain("Web Server"), utilization: None };
+        let text = configuration_commands(&domain, &[("store", "/s".into())]);
+        for part in [
+            "crm configure primitive web ocf:rekindle:vm \\\n    params 'domain=Web Server' store=/s \\\n",
+            "op_params OCF_CHECK_LEVEL=10 \\\n    meta allow-migrate=false migration-threshold=3 failure-timeout=60s\n",
+            "#   pcs resource utilization web memory=MIB vcpus=N\n",
+        ] {
+            assert!(text.contains(part), "{part} is not in:\n{text}");
+        }
+        assert!(!text.contains("migrate_"), "{text}");
     }
 }

@@ -1,24 +1,26 @@
 //! Checks whether the guest really runs: queries QEMU, and does not only check that the process exists.
 
+use crate::guest::{ResourceGuest, guest_of};
 use crate::loops;
 use crate::resource::Resource;
+use crate::store_query::find;
 use rekindle_kernel::file::flock_holder;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_probe::{Target, check};
+
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::progress::{age, committed};
 use rekindle_protect::protector::ProtectSettings;
-use rekindle_qemu::agent;
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_protect::with_causes;
 use rekindle_qemu::vmm::Vmm;
+use rekindle_store::types::{Guest, Owner};
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
 use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use rekindle_vm::status::{self, Status};
+use rekindle_vm::status::Status;
 use serde::Serialize;
-use serde_json::{Value, json};
 use std::fmt;
 use std::sync::mpsc;
 use std::thread;
@@ -26,8 +28,6 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks of a guest that is just being stopped or resumed.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How long QEMU or the guest's agent may take to answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store may take to report the guest's owner.
 const STORE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the guest's service may take to answer, if network output is not held.
@@ -87,7 +87,7 @@ impl fmt::Display for Verdict {
 #[must_use]
 pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, probes_service: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
-    let verdict = check_guest(&rundir, resource, deadline);
+    let verdict = check_guest(host, &rundir, resource, deadline);
     if !matches!(verdict, Verdict::Running | Verdict::Degraded(_)) {
         return verdict;
     }
@@ -148,7 +148,11 @@ fn ensure_protector(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
 }
 
 /// Checks whether the guest runs, and waits until `deadline` if it is only paused.
-fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
+fn check_guest(host: &Host, rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
+    let guest = guest_of(resource);
+    if let Some(verdict) = check_stray(host, resource, rundir) {
+        return verdict;
+    }
     if !rundir.exists() {
         return Verdict::NotRunning;
     }
@@ -158,7 +162,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     let mut has_tried_protector = false;
     let mut reboot_deadline = None;
     loop {
-        let status = match status::status(rundir) {
+        let status = match guest.status(rundir) {
             Ok(status) => status,
             Err(e) => return Verdict::Failed(e.to_string()),
         };
@@ -170,7 +174,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
         {
             return verdict;
         }
-        let mut verdict = verdict_for(rundir, &status);
+        let mut verdict = verdict_for(&*guest, rundir, &status);
         if matches!(verdict, Some(Verdict::NotRunning | Verdict::Failed(_))) && may_reboot(rundir, &status) {
             let reboot_deadline = *reboot_deadline.get_or_insert_with(|| deadline.min(Instant::now() + REBOOT_TIMEOUT));
             if Instant::now() < reboot_deadline {
@@ -183,6 +187,45 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
             None => return Verdict::Failed("its guest is stopped, or its QEMU does not answer".into()),
             Some(verdict) => return verdict,
         }
+    }
+}
+
+/// Checks whether a QEMU runs the guest here that the cluster has not started. If no node has the guest, takes it over.
+/// Ends it if another node has the guest. Otherwise nothing is known about what it has done: its stop shuts it down.
+fn check_stray(host: &Host, resource: &Resource, rundir: &RunDir) -> Option<Verdict> {
+    let guest = guest_of(resource);
+    let stray = match guest.stray(rundir) {
+        Ok(None) => return None,
+        Ok(Some(stray)) => stray,
+        Err(e) => return Some(Verdict::Failed(format!("it is unknown whether a QEMU runs it: {e}"))),
+    };
+    let (answer_sender, answers) = mpsc::channel();
+    let queried = resource.clone();
+    thread::spawn(move || drop(answer_sender.send(find(&queried).map_err(|e| with_causes(&e)))));
+    let listing = match answers.recv_timeout(STORE_TIMEOUT) {
+        Ok(Ok(listing)) => listing,
+        Ok(Err(why)) => return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: {why}"))),
+        Err(_) => {
+            return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: its store does not answer")));
+        }
+    };
+    let here = Owner::here("").host;
+    match listing.as_ref().and_then(|listing| listing.owner.as_ref()).filter(|owner| owner.guest != Guest::Ended) {
+        None => match guest.boot(host, listing.as_ref()) {
+            Ok(()) => {
+                tracing::warn!("{}: {stray}; it is a resource of the cluster now", resource.name);
+                None
+            }
+            Err(e) => Some(Verdict::Failed(format!("{stray}, and it cannot be attached: {}", with_causes(&e)))),
+        },
+        Some(owner) if owner.host != here => {
+            tracing::error!("{}: {stray}, but {owner} has the guest; it is ended here", resource.name);
+            Some(match guest.end_strays(rundir) {
+                Ok(()) => Verdict::NotRunning,
+                Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
+            })
+        }
+        Some(_) => Some(Verdict::Failed(format!("{stray}, so no checkpoint is taken of it"))),
     }
 }
 
@@ -209,15 +252,15 @@ fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
 }
 
 /// Converts a status to a verdict. `None`: check again.
-fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
+fn verdict_for(guest: &dyn ResourceGuest, rundir: &RunDir, status: &Status) -> Option<Verdict> {
     match status {
         // The protector uses QEMU's only monitor, so QEMU cannot be queried.
         Status::Protected => Some(Verdict::Running),
-        Status::Running => match pause_at_shutdown(rundir) {
+        Status::Running => match guest.make_shutdown_visible(rundir) {
             Ok(()) => Some(Verdict::Running),
             Err(_) => None,
         },
-        Status::Degraded(why) => match pause_at_shutdown(rundir) {
+        Status::Degraded(why) => match guest.make_shutdown_visible(rundir) {
             Ok(()) => Some(Verdict::Degraded(format!("its guest runs, but is degraded: {why}"))),
             Err(_) => None,
         },
@@ -235,26 +278,6 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
             Some(Verdict::Failed("an operation on it was interrupted; run: rekindle recover".into()))
         }
     }
-}
-
-/// Configures QEMU to pause, and not to exit, when its guest powers itself off, so that this can be distinguished from
-/// a crash.
-pub(crate) fn pause_at_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
-    let Some(vmm) = qemu_of(rundir) else { return Ok(()) };
-    let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
-    qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
-}
-
-/// Requests a shutdown of the guest, through its agent if it has one. Does not wait for the shutdown.
-pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
-    let Some(vmm) = qemu_of(rundir) else { return Ok(()) };
-    let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
-    if agent::is_listening(&mut qmp).unwrap_or(false)
-        && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok()
-    {
-        return Ok(());
-    }
-    qmp.execute::<Value>("system_powerdown", json!({})).map(drop)
 }
 
 fn qemu_of(rundir: &RunDir) -> Option<Vmm> {
@@ -335,7 +358,7 @@ fn probe_namespace(definition: &Definition) -> Option<&str> {
     })
 }
 
-/// Returns whether the guest has shut down cleanly, and QEMU waits to be ended.
-pub(crate) fn has_shut_down(rundir: &RunDir) -> bool {
-    matches!(status::status(rundir), Ok(Status::Stopped(why)) if why == OFF)
+/// Returns whether the guest has shut down cleanly, and its VM waits to be ended.
+pub(crate) fn has_shut_down(resource: &Resource, rundir: &RunDir) -> bool {
+    matches!(guest_of(resource).status(rundir), Ok(Status::Stopped(why)) if why == OFF)
 }

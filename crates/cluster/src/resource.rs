@@ -1,20 +1,45 @@
 //! A VM's parameters in the cluster manager, identical on each of its nodes.
 
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
+use rekindle_protect::restore::Request;
 use rekindle_vm::definition::Name;
 use std::ffi::OsString;
 use std::path::PathBuf;
+
+/// The libvirt whose domains can be resources.
+pub const SYSTEM_URI: &str = "qemu:///system";
 
 /// A VM as the cluster manager knows it.
 #[derive(Debug, Clone)]
 pub struct Resource {
     pub name: Name,
-    /// Path of the definition. Used when the VM is booted; a restored VM is rebuilt as it was at the checkpoint.
-    pub definition: PathBuf,
+    pub guest: GuestKind,
     pub protect: ProtectSettings,
 }
 
+/// What runs as the resource.
+#[derive(Debug, Clone)]
+pub enum GuestKind {
+    /// A VM that Rekindle starts.
+    Own {
+        /// Path of the definition. Used when the VM is booted; a restored VM is rebuilt as it was at the checkpoint.
+        definition: PathBuf,
+    },
+    /// A domain of the system's libvirt (`qemu:///system`), which is attached while it runs.
+    Domain {
+        /// libvirt's name of it.
+        name: String,
+    },
+}
+
 impl Resource {
+    /// Returns the request for a restore of the newest checkpoint.
+    pub(crate) fn restore_request(&self) -> Request {
+        let (store, identity) = (self.protect.store.clone(), self.protect.identity.clone());
+        let hold_output = self.protect.output_commit;
+        Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, move_claim: None }
+    }
+
     /// Returns the arguments for `rekindle protect`, which takes the checkpoints. With `takes_last_checkpoint`, the
     /// arguments for taking the last checkpoint, after which the guest stays stopped.
     #[must_use]

@@ -1,8 +1,9 @@
 //! Stops the VM on a node: takes a last checkpoint, from which the guest can resume, and ends QEMU; or shuts the guest
 //! down cleanly.
 
+use crate::guest::guest_of;
 use crate::loops;
-use crate::monitor::{has_shut_down, pause_at_shutdown, request_shutdown};
+use crate::monitor::has_shut_down;
 use crate::resource::Resource;
 use rekindle_life::shutdown::Ended;
 use rekindle_life::shutdown::{end_operation, pull_the_plug};
@@ -12,6 +13,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
+use rekindle_vm::qemu::OFF;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
@@ -63,18 +65,23 @@ pub struct StopResult {
 /// [`LifeError`]: a process still runs, or a file cannot be removed.
 pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant) -> Result<StopResult, LifeError> {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
-    if !rundir.exists() {
+    let guest = guest_of(resource);
+    // If it is unknown whether a QEMU runs the guest, ending it fails.
+    let is_stray = !matches!(guest.stray(&rundir), Ok(None));
+    if !rundir.exists() && !is_stray {
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
     let guest_time = deadline.saturating_duration_since(Instant::now()) * GUEST_TIME_PERCENT / 100;
     let guest_deadline = Instant::now() + guest_time;
-    if how == StopMethod::ShutDown && !has_shut_down(&rundir) {
+    // No checkpoint can be taken of a guest that is not attached.
+    if is_stray || how == StopMethod::ShutDown && !has_shut_down(resource, &rundir) {
         // The protector continues meanwhile: a guest that does not shut down serves its clients, and its network output
         // may be held.
-        shut_down_guest(&rundir, Instant::now() + guest_time * SHUTDOWN_TIME_PERCENT / 100);
+        shut_down_guest(resource, &rundir, Instant::now() + guest_time * SHUTDOWN_TIME_PERCENT / 100);
     }
     end_protector(&rundir, guest_deadline);
-    let is_shutdown_reported = has_shut_down(&rundir) && report_shutdown(&rundir);
+    let had_shut_down = has_shut_down(resource, &rundir);
+    let mut is_shutdown_reported = had_shut_down && report_shutdown(&rundir);
     // A guest that this node still owns gets a last checkpoint.
     if has_unsettled_move(&rundir)
         && let Err(why) = loops::recover(&rundir, guest_deadline)
@@ -82,10 +89,15 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         tracing::warn!("{}: cannot settle its interrupted move: {why}", resource.name);
     }
     if !rundir.exists() {
+        guest.end_strays(&rundir)?;
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
-    let status = status::status(&rundir);
-    let has_shut_down = has_shut_down(&rundir);
+    let status = guest.status(&rundir);
+    // Of the same moment as the status.
+    let has_shut_down = matches!(&status, Ok(Status::Stopped(why)) if why == OFF);
+    if has_shut_down && !had_shut_down {
+        is_shutdown_reported = report_shutdown(&rundir);
+    }
     let is_suspended = !has_shut_down
         && matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let lost = match status {
@@ -102,9 +114,9 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     }
     if !has_shut_down {
         // No later work of the guest can be in a checkpoint, whether or not the last one was taken.
-        force_off(&rundir)?;
+        force_off(resource, &rundir)?;
     }
-    let ended = end_qemu(host, &rundir, has_shut_down, is_shutdown_reported)?;
+    let ended = end_qemu(host, resource, &rundir, has_shut_down, is_shutdown_reported)?;
     Ok(StopResult { how, ended, lost })
 }
 
@@ -121,6 +133,7 @@ fn end_protector(rundir: &RunDir, guest_deadline: Instant) {
 /// guest, unless `is_shutdown_reported`.
 fn end_qemu(
     host: &Host,
+    resource: &Resource,
     rundir: &RunDir,
     has_shut_down: bool,
     mut is_shutdown_reported: bool,
@@ -135,7 +148,7 @@ fn end_qemu(
     });
     let stopped = stopped.or_else(|e| {
         tracing::warn!("{name}: {e}; killing its QEMU");
-        force_off(rundir)?;
+        force_off(resource, rundir)?;
         stop::stop_immediately(host, name)
     });
     match stopped {
@@ -145,26 +158,29 @@ fn end_qemu(
 }
 
 /// Kills every process of the VM. If an operation holds the VM's lock and does not end, it is killed, too.
-fn force_off(rundir: &RunDir) -> Result<(), LifeError> {
-    match pull_the_plug(rundir) {
+fn force_off(resource: &Resource, rundir: &RunDir) -> Result<(), LifeError> {
+    let ended = match pull_the_plug(rundir) {
         Err(LifeError::Lock(e)) => {
             tracing::warn!("{}: {e}", rundir.name());
             end_operation(rundir)?;
             pull_the_plug(rundir)
         }
         result => result,
-    }
+    };
+    ended.and_then(|()| guest_of(resource).end_strays(rundir))
 }
 
 /// Requests a shutdown of the guest, and waits until `deadline` for it.
-fn shut_down_guest(rundir: &RunDir, deadline: Instant) {
-    if let Err(e) = pause_at_shutdown(rundir).and_then(|()| request_shutdown(rundir)) {
+fn shut_down_guest(resource: &Resource, rundir: &RunDir, deadline: Instant) {
+    let guest = guest_of(resource);
+    if let Err(e) = guest.request_shutdown(rundir) {
         tracing::warn!("{}: cannot request its shutdown: {e}", rundir.name());
         return;
     }
     let has_qemu = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
-    while Instant::now() < deadline && status::status(rundir).is_ok_and(|status| has_qemu(&status)) {
-        if has_shut_down(rundir) {
+    let has_stray = || matches!(guest.stray(rundir), Ok(Some(_)));
+    while Instant::now() < deadline && (guest.status(rundir).is_ok_and(|status| has_qemu(&status)) || has_stray()) {
+        if has_shut_down(resource, rundir) {
             return;
         }
         thread::sleep(POLL_INTERVAL);

@@ -93,6 +93,9 @@ struct Functions {
     restore_domain: unsafe extern "C" fn(Object, *const c_char, *const c_char, c_uint) -> c_int,
     resume_domain: unsafe extern "C" fn(Object) -> c_int,
     destroy_domain: unsafe extern "C" fn(Object) -> c_int,
+    start_domain: unsafe extern "C" fn(Object) -> c_int,
+    shut_down_domain: unsafe extern "C" fn(Object) -> c_int,
+    is_started_automatically: unsafe extern "C" fn(Object, *mut c_int) -> c_int,
     lookup_network: unsafe extern "C" fn(Object, *const c_char) -> Object,
     is_network_active: unsafe extern "C" fn(Object) -> c_int,
     free_network: unsafe extern "C" fn(Object) -> c_int,
@@ -113,6 +116,7 @@ const RESTORE_PAUSED: c_uint = 1 << 2;
 const STATE_RUNNING: c_int = 1;
 const STATE_PAUSED: c_int = 3;
 const STATE_SHUT_OFF: c_int = 5;
+const SHUT_OFF_BY_SHUTDOWN: c_int = 1;
 
 /// What libvirt reports about a domain's guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,6 +203,9 @@ fn load() -> Result<Functions, libloading::Error> {
             restore_domain: *base.get(b"virDomainRestoreFlags\0")?,
             resume_domain: *base.get(b"virDomainResume\0")?,
             destroy_domain: *base.get(b"virDomainDestroy\0")?,
+            start_domain: *base.get(b"virDomainCreate\0")?,
+            shut_down_domain: *base.get(b"virDomainShutdown\0")?,
+            is_started_automatically: *base.get(b"virDomainGetAutostart\0")?,
             lookup_network: *base.get(b"virNetworkLookupByName\0")?,
             is_network_active: *base.get(b"virNetworkIsActive\0")?,
             free_network: *base.get(b"virNetworkFree\0")?,
@@ -310,6 +317,18 @@ impl Connection {
             domain
         };
         Ok(Domain { connection: Arc::clone(self), pointer: functions.object(domain)? })
+    }
+
+    /// Finds a domain as [`Connection::lookup`] does. `None`: libvirt does not know it.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`] if the daemon has ended: it knows no domain, but the domain may run.
+    pub fn find(self: &Arc<Self>, name: &str) -> Result<Option<Domain>, LibvirtError> {
+        match self.lookup(name) {
+            Ok(domain) => Ok(Some(domain)),
+            Err(_) if self.is_alive() => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     /// Defines a domain, so that libvirt keeps it when it is shut off. Changes its definition if it has one.
@@ -464,22 +483,42 @@ impl Domain {
         }
     }
 
+    /// Replaces the XML with which the domain is started next time.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn redefine(&self, xml: &str) -> Result<(), LibvirtError> {
+        self.connection.define(xml)
+    }
+
     /// Returns whether a QEMU runs the domain, and whether its guest runs.
     ///
     /// # Errors
     /// [`LibvirtError::Reported`].
     pub fn state(&self) -> Result<DomainState, LibvirtError> {
+        Ok(match self.state_and_reason()?.0 {
+            STATE_RUNNING => DomainState::Running,
+            STATE_PAUSED => DomainState::Paused,
+            STATE_SHUT_OFF => DomainState::ShutOff,
+            _ => DomainState::Other,
+        })
+    }
+
+    /// Returns whether no QEMU runs the domain because the last one has reported a shutdown: of its guest, or by a signal
+    /// of another program than libvirt. A daemon that was started since does not know it.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn is_off_by_shutdown(&self) -> Result<bool, LibvirtError> {
+        Ok(self.state_and_reason()? == (STATE_SHUT_OFF, SHUT_OFF_BY_SHUTDOWN))
+    }
+
+    fn state_and_reason(&self) -> Result<(c_int, c_int), LibvirtError> {
         let functions = self.connection.functions;
         let (mut state, mut reason) = (0, 0);
         // SAFETY: the domain and the places for the results live until after the call.
         let status = unsafe { (functions.domain_state)(self.pointer.as_ptr(), &raw mut state, &raw mut reason, 0) };
-        match state {
-            _ if status < 0 => Err(functions.last_error()),
-            STATE_RUNNING => Ok(DomainState::Running),
-            STATE_PAUSED => Ok(DomainState::Paused),
-            STATE_SHUT_OFF => Ok(DomainState::ShutOff),
-            _ => Ok(DomainState::Other),
-        }
+        if status < 0 { Err(functions.last_error()) } else { Ok((state, reason)) }
     }
 
     /// Returns whether libvirt keeps the domain when it is shut off.
@@ -504,6 +543,34 @@ impl Domain {
     /// [`LibvirtError::Reported`], also if there is none.
     pub fn destroy(&self) -> Result<(), LibvirtError> {
         self.call(self.connection.functions.destroy_domain).map(drop)
+    }
+
+    /// Starts the domain as it is defined.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`], also if it runs already.
+    pub fn start(&self) -> Result<(), LibvirtError> {
+        self.call(self.connection.functions.start_domain).map(drop)
+    }
+
+    /// Requests a shutdown of the guest, through its agent or by its ACPI power button. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`], also if the guest does not run.
+    pub fn request_shutdown(&self) -> Result<(), LibvirtError> {
+        self.call(self.connection.functions.shut_down_domain).map(drop)
+    }
+
+    /// Returns whether libvirt's daemon starts the domain when it starts itself.
+    ///
+    /// # Errors
+    /// [`LibvirtError::Reported`].
+    pub fn is_started_automatically(&self) -> Result<bool, LibvirtError> {
+        let functions = self.connection.functions;
+        let mut answer = 0;
+        // SAFETY: the domain and the place for the result live until after the call.
+        let status = unsafe { (functions.is_started_automatically)(self.pointer.as_ptr(), &raw mut answer) };
+        if status < 0 { Err(functions.last_error()) } else { Ok(answer != 0) }
     }
 
     fn call(&self, function: unsafe extern "C" fn(Object) -> c_int) -> Result<c_int, LibvirtError> {

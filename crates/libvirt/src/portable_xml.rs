@@ -16,8 +16,25 @@ pub struct Description {
     pub networks: BTreeSet<String>,
     /// Network interfaces of the host that its cards are connected to.
     pub interfaces: BTreeSet<String>,
+    /// The QEMU binary.
+    pub emulator: Option<PathBuf>,
     /// The QEMU binary, and the files from which it boots. Those of the disks are in `disks`.
     pub files: Vec<PathBuf>,
+}
+
+/// A file for a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskFile {
+    pub path: PathBuf,
+    /// QEMU's name of its format, such as `qcow2`.
+    pub format: String,
+}
+
+impl DiskFile {
+    #[must_use]
+    pub fn qcow2(path: PathBuf) -> Self {
+        Self { path, format: "qcow2".into() }
+    }
 }
 
 /// Reads the XML of a domain.
@@ -44,6 +61,7 @@ pub fn describe(xml: &str) -> Result<Description, String> {
         )
     };
     let files = document.descendants().filter(is_file).filter_map(|node| node.text());
+    let emulator = document.descendants().find(|node| node.has_tag_name("emulator")).and_then(|node| node.text());
     let (networks, bridges, devices) = (sources("network"), sources("bridge"), sources("dev"));
     Ok(Description {
         name: text("name")?,
@@ -52,15 +70,16 @@ pub fn describe(xml: &str) -> Result<Description, String> {
         // A running card in a network names the network's bridge as well.
         interfaces: if networks.is_empty() { bridges.union(&devices).cloned().collect() } else { devices },
         networks,
+        emulator: emulator.map(|text| PathBuf::from(text.trim())),
         files: files.map(|text| PathBuf::from(text.trim())).collect(),
     })
 }
 
-/// Returns the XML with other qcow2 files for the disks with these names, such as `vda`.
+/// Returns the XML with other files for the disks with these names, such as `vda`.
 ///
 /// # Errors
 /// A text: the disk that cannot be changed, and why.
-pub fn with_disks_on(xml: &str, files: &BTreeMap<String, PathBuf>) -> Result<String, String> {
+pub fn with_disks_on(xml: &str, files: &BTreeMap<String, DiskFile>) -> Result<String, String> {
     let document = Document::parse(xml).map_err(|e| e.to_string())?;
     let mut changes: Vec<(Range<usize>, String)> = Vec::new();
     for (target, file) in files {
@@ -73,10 +92,10 @@ pub fn with_disks_on(xml: &str, files: &BTreeMap<String, PathBuf>) -> Result<Str
         if source.has_children() || disk.attribute("type") != Some("file") {
             return Err(format!("disk {target} is not a plain file"));
         }
-        changes.push((source.range(), format!("<source file='{}'/>", escaped(file))));
+        changes.push((source.range(), format!("<source file='{}'/>", escaped(&file.path))));
         let driver = child(disk, "driver").ok_or_else(|| format!("disk {target} has no driver"))?;
         let format = driver.attribute_node("type").ok_or_else(|| format!("disk {target} has no format"))?;
-        changes.push((format.range(), "type='qcow2'".into()));
+        changes.push((format.range(), format!("type='{}'", file.format)));
         // libvirt reads the chain from the files.
         changes.extend(child(disk, "backingStore").map(|below| (below.range(), String::new())));
     }
@@ -128,12 +147,12 @@ mod tests {
 
     #[test]
     fn a_disk_is_put_on_another_file_and_everything_else_stays() {
-        let changed = with_disks_on(XML, &[("vda".to_owned(), PathBuf::from("/it's"))].into()).unwrap();
+        let changed = with_disks_on(XML, &[("vda".to_owned(), DiskFile::qcow2("/it's".into()))].into()).unwrap();
         assert!(changed.contains("<driver name='qemu' type='qcow2' cache='none'/><source file='/it&apos;s'/>"));
         assert!(!changed.contains("/below") && changed.contains("<source dev='/dev/x'/>"));
         assert_eq!(disks::of_domain(&changed).unwrap()[0].files, ["/it's"]);
         for (target, why) in [("vdb", "disk vdb is not a plain file"), ("vdc", "there is no disk vdc")] {
-            let files = [(target.to_owned(), PathBuf::from("/x"))].into();
+            let files = [(target.to_owned(), DiskFile::qcow2("/x".into()))].into();
             assert_eq!(with_disks_on(XML, &files).unwrap_err(), why);
         }
     }

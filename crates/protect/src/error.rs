@@ -208,7 +208,8 @@ fn listed(obstacles: &[Obstacle]) -> String {
 }
 
 /// Formats an error with all its causes.
-pub(crate) fn with_causes(e: &dyn Error) -> String {
+#[must_use]
+pub fn with_causes(e: &dyn Error) -> String {
     let mut text = e.to_string();
     let mut cause = e.source();
     while let Some(source) = cause {

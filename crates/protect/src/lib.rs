@@ -46,3 +46,5 @@ pub mod save_image;
 mod session;
 pub mod target;
 mod write_record;
+
+pub use error::with_causes;

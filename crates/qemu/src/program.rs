@@ -67,6 +67,11 @@ impl Program {
         Ok(Self { start: executed.clone(), files: vec![executed], arguments, process })
     }
 
+    #[must_use]
+    pub fn process(&self) -> Process {
+        self.process
+    }
+
     /// Returns whether the program is a QEMU of `version`, which the process reported: the program must contain the
     /// text that it prints for `-version`. Its name proves nothing.
     ///

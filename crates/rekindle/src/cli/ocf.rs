@@ -83,27 +83,28 @@ pub struct OcfResource {
     /// The VM.
     pub name: Name,
     /// Its definition [default: /etc/rekindle/NAME.toml].
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "libvirt")]
     pub definition: Option<PathBuf>,
+    /// Not a VM with a definition, but a domain of libvirt (qemu:///system), which is attached as the VM.
+    #[arg(long, value_name = "DOMAIN", value_parser = domain_name, conflicts_with = "output_commit")]
+    pub libvirt: Option<String>,
     #[command(flatten)]
     pub checkpoints: CheckpointOptions,
-    /// Protect a VM although it writes to disks that Rekindle does not serve (crash-consistent): after a restore they
-    /// can be newer than its memory.
-    #[arg(long, value_name = "RULE", value_parser = disk_rule)]
+    /// How to treat disks that Rekindle does not serve [default: overlays for a domain, otherwise such a VM is rejected].
+    #[arg(long, value_enum, value_name = "RULE")]
     pub disk: Option<DiskRule>,
     /// The deadline for this command.
     #[arg(long, default_value = "20s", value_name = "TIME")]
     pub within: Span,
 }
 
-/// Parses a rule. Overlays need a QEMU that Rekindle did not start, and a resource's definition starts one.
-fn disk_rule(text: &str) -> Result<DiskRule, String> {
-    match DiskRule::from_str(text, false)? {
-        DiskRule::Overlays => Err("overlays are for an attached QEMU, which a resource is not; give its disks \
-            `server = true` in the definition, or use crash-consistent"
-            .into()),
-        rule @ DiskRule::CrashConsistent => Ok(rule),
+/// Parses the name of a domain. libvirt has files with this name, and would take a number or a UUID for one.
+fn domain_name(text: &str) -> Result<String, String> {
+    let is_uuid = text.len() == 36 && text.chars().all(|c| c == '-' || c.is_ascii_hexdigit());
+    if text.is_empty() || text.contains('/') || text.chars().all(|c| c.is_ascii_digit()) || is_uuid {
+        return Err("not a domain's name; its number or UUID is not accepted".into());
     }
+    Ok(text.to_owned())
 }
 
 #[derive(Debug, Args)]

@@ -4,15 +4,16 @@ use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
 use super::moving;
 use super::protect::protect_settings;
-use crate::cli::{CheckpointOptions, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
-use crate::output::Output;
+use crate::cli::{CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
+use crate::output::{Output, Usage};
 use anyhow::Result;
 use clap::ValueEnum;
-use rekindle_cluster::config::{Utilization, configuration_commands};
+use rekindle_cluster::config::{Configured, Source, Utilization, check_libvirt, configuration_commands};
 use rekindle_cluster::migrate;
 use rekindle_cluster::monitor::{self, Verdict};
-use rekindle_cluster::resource::Resource;
-use rekindle_cluster::start::{self, StartResult};
+use rekindle_cluster::outcome::StartResult;
+use rekindle_cluster::resource::{GuestKind, Resource};
+use rekindle_cluster::start;
 use rekindle_cluster::stop;
 use rekindle_life::stop::{Stoppable, stoppable};
 use rekindle_protect::moving::MoveEvent;
@@ -39,9 +40,18 @@ fn definition_path(arguments: &OcfResource) -> PathBuf {
     arguments.definition.clone().unwrap_or_else(default)
 }
 
-fn resource(arguments: &OcfResource) -> Resource {
-    let protect = protect_settings(&arguments.checkpoints, arguments.disk, None);
-    Resource { name: arguments.name.clone(), definition: definition_path(arguments), protect }
+fn resource(arguments: &OcfResource) -> Result<Resource> {
+    let (guest, default_rule) = match &arguments.libvirt {
+        Some(name) => (GuestKind::Domain { name: name.clone() }, Some(DiskRule::Overlays)),
+        None => (GuestKind::Own { definition: definition_path(arguments) }, None),
+    };
+    if let (GuestKind::Own { .. }, Some(DiskRule::Overlays)) = (&guest, arguments.disk) {
+        let why = "--disk overlays is for a domain (--libvirt); give the VM's disks `server = true` in the definition, or use \
+                   --disk crash-consistent";
+        return Err(Usage(why.into()).into());
+    }
+    let protect = protect_settings(&arguments.checkpoints, arguments.disk.or(default_rule), None);
+    Ok(Resource { name: arguments.name.clone(), guest, protect })
 }
 
 fn deadline(arguments: &OcfResource) -> Instant {
@@ -49,13 +59,16 @@ fn deadline(arguments: &OcfResource) -> Instant {
 }
 
 fn start_vm(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
-    let (host, resource) = (Host::open()?, resource(arguments));
+    let (host, resource) = (Host::open()?, resource(arguments)?);
     let started = start::start(&host, &resource, deadline(arguments))?;
     let name = &resource.name;
     start_helpers(&host, name.as_str());
     let text = match &started {
         StartResult::Already => format!("{name} runs already"),
         StartResult::Restored(restored) => format!("{name} resumed from checkpoint {}", restored.checkpoint),
+        StartResult::RestoredIntoLibvirt(restored) => {
+            format!("libvirt runs domain {} from checkpoint {}", restored.domain, restored.checkpoint)
+        }
         StartResult::Booted { why } => format!("{name} was booted: {why}"),
     };
     output.result(&started, text)?;
@@ -68,10 +81,10 @@ fn stop_vm(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
         StopMethod::Shutdown => stop::StopMethod::ShutDown,
     };
     let host = Host::open()?;
-    let resource = resource(&arguments.resource);
+    let resource = resource(&arguments.resource)?;
     let name = &resource.name;
     if arguments.dry_run {
-        let action = plan_stop(&host, name.as_str(), how);
+        let action = plan_stop(&host, &resource, how);
         return dry_run::print(output, &[PlannedAction { name: name.to_string(), action }]);
     }
     let stopped = stop::stop(&host, &resource, how, deadline(&arguments.resource))?;
@@ -87,15 +100,18 @@ fn stop_vm(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
 }
 
 /// Describes the action of a stop.
-fn plan_stop(host: &Host, name: &str, how: stop::StopMethod) -> Result<String, LifeError> {
+fn plan_stop(host: &Host, resource: &Resource, how: stop::StopMethod) -> Result<String, LifeError> {
     let first_step = match how {
         stop::StopMethod::Suspend => "take a last checkpoint",
         stop::StopMethod::ShutDown => "shut its guest down",
     };
-    match stoppable(host, name) {
+    match stoppable(host, resource.name.as_str()) {
         Ok(Stoppable::Guest(pid)) => Ok(format!("{first_step}, and end QEMU process {pid}")),
         Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
         Ok(Stoppable::Files) => Ok("remove what is left of it; its QEMU has ended".to_owned()),
+        Err(LifeError::Attached { .. }) if matches!(resource.guest, GuestKind::Domain { .. }) => {
+            Ok(format!("{first_step}, and end the QEMU of its domain"))
+        }
         Err(LifeError::Unknown { .. }) => Ok("do nothing: it does not run here".to_owned()),
         Err(e) => Err(e),
     }
@@ -103,7 +119,14 @@ fn plan_stop(host: &Host, name: &str, how: stop::StopMethod) -> Result<String, L
 
 fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
     let host = Host::open()?;
-    let resource = resource(&arguments.resource);
+    let resource = resource(&arguments.resource)?;
+    if let GuestKind::Domain { name } = &resource.guest {
+        let why = format!(
+            "domain {name} cannot be moved while it runs; set allow-migrate=false: it is then stopped here, and \
+                           started on the other node"
+        );
+        return Err(Usage(why).into());
+    }
     let remote = moving::remote_host(&arguments.remote);
     let deadline = deadline(&arguments.resource);
     let mut report = |event: &MoveEvent| tracing::debug!("{event}");
@@ -119,7 +142,7 @@ fn migrate_to(output: &Output, arguments: &OcfMigrate) -> Result<ExitCode> {
 }
 
 fn monitor_vm(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
-    let resource = resource(&arguments.resource);
+    let resource = resource(&arguments.resource)?;
     // An unknown state must not count as "not running": report it as a failure.
     let verdict = match Host::open() {
         Ok(host) => {
@@ -136,10 +159,36 @@ fn monitor_vm(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 }
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
-    let file = definition_path(arguments);
+    let resource = resource(arguments)?;
+    let file = match &resource.guest {
+        GuestKind::Own { definition } => definition.clone(),
+        GuestKind::Domain { name } => return show_domain_config(output, arguments, name),
+    };
     // Not a usage error: the agent would report that as an error of the whole cluster, but files are specific to a
     // node.
     let definition = Definition::load(&file)?;
+    let parameters = parameters(arguments)?;
+    let utilization = Utilization::of(&definition);
+    let file = std::path::absolute(&file).unwrap_or(file);
+    let configured = Configured {
+        name: definition.name.as_str(),
+        source: Source::Definition(&file),
+        utilization: Some(utilization),
+    };
+    output.result(&utilization, configuration_commands(&configured, &parameters))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the configuration of a domain. It may be unknown to libvirt here, because a restore defines it.
+fn show_domain_config(output: &Output, arguments: &OcfResource, domain: &str) -> Result<ExitCode> {
+    check_libvirt()?;
+    let configured = Configured { name: arguments.name.as_str(), source: Source::Domain(domain), utilization: None };
+    output.result(&configured.utilization, configuration_commands(&configured, &parameters(arguments)?))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the parameters of the resource, except for what the guest is.
+fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let path = |path: &PathBuf| path.display().to_string();
     let CheckpointOptions { store, tls, every, policy, keep, disk_hook, output_commit } = &arguments.checkpoints;
     let mut parameters = vec![("store", store.to_string())];
@@ -151,10 +200,5 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     parameters.extend(arguments.disk.and_then(|rule| Some(("disk", rule.to_possible_value()?.get_name().to_owned()))));
     parameters.extend(disk_hook.clone().map(|command| ("disk_hook", command)));
     parameters.extend(output_commit.then(|| ("output_commit", "true".to_owned())));
-    let utilization = Utilization::of(&definition);
-    output.result(
-        &utilization,
-        configuration_commands(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters),
-    )?;
-    Ok(ExitCode::SUCCESS)
+    Ok(parameters)
 }

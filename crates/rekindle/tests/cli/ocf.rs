@@ -466,7 +466,7 @@ fn cluster_configuration_is_generated_from_the_definition() {
         "start-failure-is-fatal=false",
     ]);
     let overlays = web.lab.finish(web.plain("show-config", &["--disk", "overlays"]));
-    overlays.status(2).prints(&["overlays are for an attached QEMU", "server = true"]);
+    overlays.status(2).prints(&["overlays is for a domain", "server = true"]);
     let utilization = web.ocf("show-config", &[]).ok().json();
     assert_eq!((&utilization["memory"], &utilization["vcpus"]), (&96.into(), &1.into()));
 }

@@ -2,6 +2,7 @@
 //! merge into what a checkpoint needs.
 
 mod heads;
+mod resource;
 mod restore;
 
 use super::attach::protect;

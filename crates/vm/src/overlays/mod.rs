@@ -29,6 +29,7 @@
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
 //! | `head` | copies an overlay in the pause |
 //! | `restore` | the disks of a checkpoint |
+//! | `offline` | merges overlays while no QEMU uses them |
 //! | `view` | what QEMU and libvirt have, read no more often than it changes |
 
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
@@ -38,10 +39,12 @@ mod disk;
 mod fence;
 mod head;
 mod libvirt;
+mod offline;
 mod record;
 mod restore;
 mod view;
 
+pub use offline::OfflineOverlays;
 pub use restore::RestoredOverlays;
 pub(crate) use restore::remove_fresh;
 
@@ -141,8 +144,13 @@ pub enum OverlayDisksError {
     FenceOpen { file: PathBuf },
     #[error("a QEMU writes to {}: libvirt has started the domain again; end it first", file.display())]
     DomainRuns { file: PathBuf },
-    #[error("cannot make an overlay: qemu-img {why}")]
-    Create { why: String },
+    #[error(
+        "overlays {}: it is not certain which one is the newest ({why}), so they are not merged: merge them by hand \
+         (docs/protect-attached.md, Copying the newest disk)", directory.display()
+    )]
+    NewestUncertain { directory: PathBuf, why: &'static str },
+    #[error("cannot make or merge an overlay: qemu-img {why}")]
+    QemuImg { why: String },
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(

@@ -22,6 +22,9 @@ use uuid::Uuid;
 /// Formats on which overlays are tested.
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
+/// What the name of a directory of overlays has after the name of the image.
+pub(super) const OVERLAY_DIRECTORY_SUFFIX: &str = ".rekindle";
+
 /// The content of `overlays.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct OverlayRecord {
@@ -200,7 +203,12 @@ fn directory_of(image: &Path, parent: Option<&Path>, vm: Uuid, number: u16) -> R
     if kind.is_block_device() {
         return Err("it is a block device: name a directory for its overlays: --overlay-dir DIR".into());
     }
+    Ok(directory_next_to(image))
+}
+
+/// Returns the directory next to an image that has its overlays.
+pub(super) fn directory_next_to(image: &Path) -> PathBuf {
     let mut directory = image.to_owned().into_os_string();
-    directory.push(".rekindle");
-    Ok(directory.into())
+    directory.push(OVERLAY_DIRECTORY_SUFFIX);
+    directory.into()
 }

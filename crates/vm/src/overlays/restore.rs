@@ -191,18 +191,23 @@ fn rename_below(qemu_img: &Path, path: &Path, below: &Path, format: &str) -> Res
 }
 
 /// Runs `qemu-img`.
-fn run(mut command: Command) -> Result<(), OverlayDisksError> {
+pub(super) fn run(command: Command) -> Result<(), OverlayDisksError> {
+    output_of(command).map(drop)
+}
+
+/// Runs `qemu-img` and returns its output.
+pub(super) fn output_of(mut command: Command) -> Result<Vec<u8>, OverlayDisksError> {
     command.stdin(Stdio::null());
-    let failed = |why: String| OverlayDisksError::Create { why };
+    let failed = |why: String| OverlayDisksError::QemuImg { why };
     let output = command.output().map_err(|e| failed(format!("cannot be started: {e}")))?;
     if !output.status.success() {
         return Err(failed(format!("failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
     }
-    Ok(())
+    Ok(output.stdout)
 }
 
 /// Byte that QEMU locks in a file that it may write.
-const QEMU_WRITER_BYTE: u64 = 101;
+pub(super) const QEMU_WRITER_BYTE: u64 = 101;
 
 /// Checks that no program can have changed the files of a libvirt domain's checkpoint, and that no QEMU writes to a
 /// newer overlay: libvirt may have started the domain again on its overlays.

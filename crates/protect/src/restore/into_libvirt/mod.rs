@@ -28,7 +28,7 @@ use crate::error::with_causes;
 use crate::save_image::{SaveImageError, domain_xml};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_libvirt::disks::{self, DomainDisk};
-use rekindle_libvirt::portable_xml::{self, Description};
+use rekindle_libvirt::portable_xml::{self, Description, DiskFile};
 use rekindle_life::attach::attach_locked;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::foreign::without_overlays;
@@ -246,6 +246,7 @@ fn plan(
     if !missing.is_empty() {
         return Err(RestoreError::Missing { domain: description.name.clone(), missing });
     }
+    let files = files.into_iter().map(|(target, path)| (target, DiskFile::qcow2(path))).collect();
     let xml = portable_xml::with_disks_on(xml, &files).map_err(|problem| RestoreError::DomainXml { problem })?;
     Ok(Plan { overlays, xml })
 }
@@ -271,12 +272,7 @@ impl Libvirt {
 
     /// Finds the domain. `None`: libvirt does not know it.
     fn find(&self, uuid: &str) -> Result<Option<Domain>, RestoreError> {
-        match self.connection.lookup(uuid) {
-            Ok(domain) => Ok(Some(domain)),
-            Err(_) if self.connection.is_alive() => Ok(None),
-            // A daemon that has ended knows no domain, but the domain may run.
-            Err(e) => Err(self.failed(e)),
-        }
+        self.connection.find(uuid).map_err(|e| self.failed(e))
     }
 
     fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {
@@ -297,7 +293,7 @@ impl Libvirt {
                 for disk in disks::of_domain(&running).map_err(unusable)? {
                     let has_other_file = |other: &&DomainDisk| other.target == disk.target && other.files != disk.files;
                     if let (Some(_), Some(file)) = (defined.iter().find(has_other_file), disk.files.first()) {
-                        files.insert(disk.target, PathBuf::from(file));
+                        files.insert(disk.target, DiskFile::qcow2(file.into()));
                     }
                 }
                 portable_xml::with_disks_on(&definition, &files).map_err(unusable)?
