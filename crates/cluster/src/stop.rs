@@ -33,9 +33,6 @@ const PROTECTOR_TIME_PERCENT: u32 = 50;
 /// How long a QEMU may take to report that its guest has shut down.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long requests of a shutdown that are rejected are repeated: longer than a checkpoint pauses the guest.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How a guest is stopped.
@@ -176,14 +173,9 @@ fn force_off(resource: &Resource, rundir: &RunDir) -> Result<(), LifeError> {
 /// Requests a shutdown of the guest, and waits until `deadline` for it.
 fn shut_down_guest(resource: &Resource, rundir: &RunDir, deadline: Instant) {
     let guest = guest_of(resource);
-    // libvirt rejects the request in the pause of a checkpoint.
-    let request_deadline = deadline.min(Instant::now() + REQUEST_TIMEOUT);
-    while let Err(e) = guest.request_shutdown(rundir) {
-        if Instant::now() >= request_deadline || has_shut_down(resource, rundir) {
-            tracing::warn!("{}: cannot request its shutdown: {e}", rundir.name());
-            return;
-        }
-        thread::sleep(POLL_INTERVAL);
+    if let Err(e) = guest.request_shutdown(rundir, deadline) {
+        tracing::warn!("{}: cannot request its shutdown: {e}", rundir.name());
+        return;
     }
     let has_qemu = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
     let has_stray = || matches!(guest.stray(rundir), Ok(Some(_)));

@@ -52,6 +52,8 @@ const DAEMONS: [&str; 2] = ["libvirtd)", "virtqemud)"];
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long libvirt may take to request a shutdown: it waits for a guest agent that does not answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long requests of a shutdown that are rejected are repeated: longer than a checkpoint pauses the guest.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long libvirt may take to start a domain.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long libvirt may take to notice the end of a QEMU.
@@ -95,8 +97,17 @@ impl ResourceGuest for DomainGuest<'_> {
         Ok(())
     }
 
-    fn request_shutdown(&self, _rundir: &RunDir) -> Result<(), String> {
-        self.ask(REQUEST_TIMEOUT, |domain| domain.request_shutdown())?.ok_or_else(|| self.unknown())
+    fn request_shutdown(&self, _rundir: &RunDir, deadline: Instant) -> Result<(), String> {
+        let pause_deadline = deadline.min(Instant::now() + PAUSE_TIMEOUT);
+        loop {
+            let time_left = deadline.saturating_duration_since(Instant::now());
+            let requested = self.ask(REQUEST_TIMEOUT.min(time_left), |domain| domain.request_shutdown());
+            // libvirt rejects the request while a checkpoint pauses the guest.
+            if requested.is_ok() || Instant::now() >= pause_deadline || !self.has_guest() {
+                return requested?.ok_or_else(|| self.unknown());
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
     }
 
     fn restore(&self, host: &Host) -> Result<StartResult, StartError> {
@@ -274,6 +285,12 @@ impl DomainGuest<'_> {
             // The guest runs without the daemon, and its protector waits for it.
             Err(why) => Status::Degraded(format!("libvirt does not answer: {why}")),
         }
+    }
+
+    /// Returns whether libvirt answers that a QEMU has the guest.
+    fn has_guest(&self) -> bool {
+        let state = self.ask(ANSWER_TIMEOUT, |domain| domain.state());
+        matches!(state, Ok(Some(DomainState::Running | DomainState::Paused)))
     }
 
     /// Returns whether the guest has shut down cleanly, and libvirt has ended its QEMU therefore. If libvirt's daemon was

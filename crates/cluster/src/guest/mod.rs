@@ -12,6 +12,7 @@ use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::status::Status;
 use std::io;
+use std::time::Instant;
 
 /// The guest of a resource on this node.
 pub(crate) trait ResourceGuest {
@@ -33,11 +34,11 @@ pub(crate) trait ResourceGuest {
     /// A text: QEMU does not answer.
     fn make_shutdown_visible(&self, rundir: &RunDir) -> Result<(), String>;
 
-    /// Requests a shutdown of the guest. Does not wait for it.
+    /// Requests a shutdown of the guest, by `deadline`. Does not wait for it.
     ///
     /// # Errors
     /// A text: why it cannot be requested.
-    fn request_shutdown(&self, rundir: &RunDir) -> Result<(), String>;
+    fn request_shutdown(&self, rundir: &RunDir, deadline: Instant) -> Result<(), String>;
 
     /// Resumes the guest from its newest checkpoint.
     ///

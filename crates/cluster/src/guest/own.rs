@@ -22,7 +22,7 @@ use rekindle_vm::status::{self, Status};
 use serde_json::{Value, json};
 use std::io;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long QEMU or the guest's agent may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -47,7 +47,7 @@ impl ResourceGuest for OwnGuest<'_> {
         pause_at_shutdown(rundir).map_err(|e| e.to_string())
     }
 
-    fn request_shutdown(&self, rundir: &RunDir) -> Result<(), String> {
+    fn request_shutdown(&self, rundir: &RunDir, _deadline: Instant) -> Result<(), String> {
         pause_at_shutdown(rundir).and_then(|()| request_shutdown(rundir)).map_err(|e| e.to_string())
     }
 

@@ -7,16 +7,17 @@
 //! A call has no time limit if libvirt's daemon does not answer. Callers make calls on a thread that may stay
 //! blocked.
 
-use libloading::Library;
-use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_ulong, c_void};
+mod events;
+mod library;
+
+pub use events::MonitorEvent;
+use events::{SUBSCRIBERS, Subscriber, on_event, remove_subscriber};
+use library::{Functions, Object, end_without_destructors, functions, on_exit};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulong, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread;
-use std::time::Duration;
 
 /// Why libvirt's library cannot be used, or what it has reported.
 #[derive(Debug, thiserror::Error)]
@@ -32,73 +33,6 @@ pub enum LibvirtError {
     /// libvirt's own message.
     #[error("{0}")]
     Reported(String),
-}
-
-/// An event that QEMU has sent to libvirt.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MonitorEvent {
-    /// For example `STOP`.
-    pub name: String,
-    /// When QEMU sent it, since 1970.
-    pub time: Duration,
-}
-
-/// A `virConnectPtr` or `virDomainPtr`.
-type Object = *mut c_void;
-type EventCallback = extern "C" fn(Object, Object, *const c_char, c_longlong, c_uint, *const c_char, *mut c_void);
-
-/// The functions of the two libraries, which are never unloaded.
-struct Functions {
-    open: unsafe extern "C" fn(*const c_char) -> Object,
-    close: unsafe extern "C" fn(Object) -> c_int,
-    is_alive: unsafe extern "C" fn(Object) -> c_int,
-    last_error_message: unsafe extern "C" fn() -> *const c_char,
-    lookup_by_id: unsafe extern "C" fn(Object, c_int) -> Object,
-    lookup_by_name: unsafe extern "C" fn(Object, *const c_char) -> Object,
-    lookup_by_uuid: unsafe extern "C" fn(Object, *const c_char) -> Object,
-    free_domain: unsafe extern "C" fn(Object) -> c_int,
-    domain_uuid: unsafe extern "C" fn(Object, *mut c_char) -> c_int,
-    monitor_command: unsafe extern "C" fn(Object, *const c_char, *mut *mut c_char, c_uint) -> c_int,
-    monitor_command_with_files: Option<
-        unsafe extern "C" fn(
-            Object,
-            *const c_char,
-            c_uint,
-            *mut c_int,
-            *mut c_uint,
-            *mut *mut c_int,
-            *mut *mut c_char,
-            c_uint,
-        ) -> c_int,
-    >,
-    register_events: unsafe extern "C" fn(
-        Object,
-        Object,
-        *const c_char,
-        EventCallback,
-        *mut c_void,
-        extern "C" fn(*mut c_void),
-        c_uint,
-    ) -> c_int,
-    deregister_events: unsafe extern "C" fn(Object, c_int) -> c_int,
-    run_event_loop_once: unsafe extern "C" fn() -> c_int,
-    domain_xml: unsafe extern "C" fn(Object, c_uint) -> *mut c_char,
-    create_snapshot: unsafe extern "C" fn(Object, *const c_char, c_uint) -> Object,
-    free_snapshot: unsafe extern "C" fn(Object) -> c_int,
-    block_commit: unsafe extern "C" fn(Object, *const c_char, *const c_char, *const c_char, c_ulong, c_uint) -> c_int,
-    abort_block_job: unsafe extern "C" fn(Object, *const c_char, c_uint) -> c_int,
-    define_domain: unsafe extern "C" fn(Object, *const c_char) -> Object,
-    is_persistent: unsafe extern "C" fn(Object) -> c_int,
-    domain_state: unsafe extern "C" fn(Object, *mut c_int, *mut c_int, c_uint) -> c_int,
-    restore_domain: unsafe extern "C" fn(Object, *const c_char, *const c_char, c_uint) -> c_int,
-    resume_domain: unsafe extern "C" fn(Object) -> c_int,
-    destroy_domain: unsafe extern "C" fn(Object) -> c_int,
-    start_domain: unsafe extern "C" fn(Object) -> c_int,
-    shut_down_domain: unsafe extern "C" fn(Object) -> c_int,
-    is_started_automatically: unsafe extern "C" fn(Object, *mut c_int) -> c_int,
-    lookup_network: unsafe extern "C" fn(Object, *const c_char) -> Object,
-    is_network_active: unsafe extern "C" fn(Object) -> c_int,
-    free_network: unsafe extern "C" fn(Object) -> c_int,
 }
 
 // libvirt's flags, which it does not change.
@@ -142,113 +76,6 @@ pub struct BlockCommit {
     pub top: Option<String>,
     /// Bytes per second, 0 for no limit.
     pub speed: u64,
-}
-
-/// Returns the functions. The first call loads the libraries and starts libvirt's event loop.
-fn functions() -> Result<&'static Functions, LibvirtError> {
-    static FUNCTIONS: OnceLock<Result<Functions, String>> = OnceLock::new();
-    let functions = FUNCTIONS.get_or_init(|| load().map_err(|e| e.to_string()));
-    let functions = functions.as_ref().map_err(|e| LibvirtError::NotInstalled(e.clone()))?;
-    static EVENT_LOOP: OnceLock<Result<(), String>> = OnceLock::new();
-    let started = EVENT_LOOP.get_or_init(|| {
-        let event_loop = thread::Builder::new().name("libvirt events".into());
-        let run = move || loop {
-            // SAFETY: `load` has registered the default event loop, and only this thread runs it.
-            if unsafe { (functions.run_event_loop_once)() } < 0 {
-                // libvirt could not wait for events: without a pause this would be a busy loop.
-                thread::sleep(EVENT_LOOP_RETRY);
-            }
-        };
-        event_loop.spawn(run).map(drop).map_err(|e| e.to_string())
-    });
-    started.clone().map_err(LibvirtError::Reported)?;
-    Ok(functions)
-}
-
-/// How long to wait after the event loop has failed.
-const EVENT_LOOP_RETRY: Duration = Duration::from_millis(100);
-
-fn load() -> Result<Functions, libloading::Error> {
-    type SetErrorFunction = unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void, *mut c_void));
-    // SAFETY: loading the libraries runs their initialisers, which only set up their own state. Each symbol's type is
-    // its declaration in libvirt's headers, which libvirt does not change under the version number `.so.0`. The
-    // function pointers outlive their symbols because the libraries are never unloaded (`forget`). libvirt must be
-    // initialised, and its event loop be registered, before a connection is opened: nothing else here opens one.
-    unsafe {
-        let base = Library::new("libvirt.so.0")?;
-        let qemu = Library::new("libvirt-qemu.so.0")?;
-        let functions = Functions {
-            open: *base.get(b"virConnectOpen\0")?,
-            close: *base.get(b"virConnectClose\0")?,
-            is_alive: *base.get(b"virConnectIsAlive\0")?,
-            last_error_message: *base.get(b"virGetLastErrorMessage\0")?,
-            lookup_by_id: *base.get(b"virDomainLookupByID\0")?,
-            lookup_by_name: *base.get(b"virDomainLookupByName\0")?,
-            lookup_by_uuid: *base.get(b"virDomainLookupByUUIDString\0")?,
-            free_domain: *base.get(b"virDomainFree\0")?,
-            domain_uuid: *base.get(b"virDomainGetUUIDString\0")?,
-            monitor_command: *qemu.get(b"virDomainQemuMonitorCommand\0")?,
-            monitor_command_with_files: qemu.get(b"virDomainQemuMonitorCommandWithFiles\0").ok().map(|symbol| *symbol),
-            register_events: *qemu.get(b"virConnectDomainQemuMonitorEventRegister\0")?,
-            deregister_events: *qemu.get(b"virConnectDomainQemuMonitorEventDeregister\0")?,
-            run_event_loop_once: *base.get(b"virEventRunDefaultImpl\0")?,
-            domain_xml: *base.get(b"virDomainGetXMLDesc\0")?,
-            create_snapshot: *base.get(b"virDomainSnapshotCreateXML\0")?,
-            free_snapshot: *base.get(b"virDomainSnapshotFree\0")?,
-            block_commit: *base.get(b"virDomainBlockCommit\0")?,
-            abort_block_job: *base.get(b"virDomainBlockJobAbort\0")?,
-            define_domain: *base.get(b"virDomainDefineXML\0")?,
-            is_persistent: *base.get(b"virDomainIsPersistent\0")?,
-            domain_state: *base.get(b"virDomainGetState\0")?,
-            restore_domain: *base.get(b"virDomainRestoreFlags\0")?,
-            resume_domain: *base.get(b"virDomainResume\0")?,
-            destroy_domain: *base.get(b"virDomainDestroy\0")?,
-            start_domain: *base.get(b"virDomainCreate\0")?,
-            shut_down_domain: *base.get(b"virDomainShutdown\0")?,
-            is_started_automatically: *base.get(b"virDomainGetAutostart\0")?,
-            lookup_network: *base.get(b"virNetworkLookupByName\0")?,
-            is_network_active: *base.get(b"virNetworkIsActive\0")?,
-            free_network: *base.get(b"virNetworkFree\0")?,
-        };
-        let initialize = *base.get::<unsafe extern "C" fn() -> c_int>(b"virInitialize\0")?;
-        let register_event_loop = *base.get::<unsafe extern "C" fn() -> c_int>(b"virEventRegisterDefaultImpl\0")?;
-        let set_error_function = *base.get::<SetErrorFunction>(b"virSetErrorFunc\0")?;
-        std::mem::forget((base, qemu));
-        // A failure of either is reported by the first call that needs it.
-        initialize();
-        set_error_function(ptr::null_mut(), ignore_error);
-        register_event_loop();
-        Ok(functions)
-    }
-}
-
-unsafe extern "C" {
-    /// glibc's function: `function` is called by `exit`, with its status.
-    fn on_exit(function: extern "C" fn(c_int, *mut c_void), data: *mut c_void) -> c_int;
-}
-
-/// Ends the process before `exit` runs what the libraries have registered for it. A thread may still be in one of their
-/// functions, such as the one that closes a connection, and both would release the same memory (seen with OpenSSL's
-/// `OPENSSL_cleanup`): `malloc` would abort the process.
-extern "C" fn end_without_destructors(status: c_int, _data: *mut c_void) {
-    // SAFETY: ends the process. Rust has flushed its output before it calls `exit`; nothing here writes by C's streams.
-    unsafe { libc::_exit(status) }
-}
-
-/// Replaces libvirt's own function, which prints each error on standard error.
-extern "C" fn ignore_error(_data: *mut c_void, _error: *mut c_void) {}
-
-impl Functions {
-    /// Returns the error of the last call, which this thread has made.
-    fn last_error(&self) -> LibvirtError {
-        // SAFETY: the result is a string of this thread, valid until its next call into libvirt, or null.
-        let message = unsafe { (self.last_error_message)().as_ref().map(|text| CStr::from_ptr(text)) };
-        LibvirtError::Reported(message.map_or_else(|| "unknown error".into(), |text| text.to_string_lossy().into()))
-    }
-
-    fn object(&self, object: Object) -> Result<NonNull<c_void>, LibvirtError> {
-        NonNull::new(object).ok_or_else(|| self.last_error())
-    }
 }
 
 fn c_string(text: &str) -> Result<CString, LibvirtError> {
@@ -661,46 +488,6 @@ impl Domain {
     }
 }
 
-/// A receiver of events.
-struct Subscriber {
-    names: &'static [&'static str],
-    events: SyncSender<MonitorEvent>,
-}
-
-/// The receivers of events by numbers that are never used twice. libvirt gets a number instead of a pointer: versions
-/// differ in whether they release a registration that fails, and a second removal of a number does nothing.
-struct Subscribers {
-    by_key: Mutex<BTreeMap<usize, Subscriber>>,
-    next_key: AtomicUsize,
-}
-
-static SUBSCRIBERS: Subscribers = Subscribers { by_key: Mutex::new(BTreeMap::new()), next_key: AtomicUsize::new(1) };
-
-impl Subscribers {
-    fn add(&self, subscriber: Subscriber) -> usize {
-        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        self.lock().insert(key, subscriber);
-        key
-    }
-
-    fn remove(&self, key: usize) {
-        self.lock().remove(&key);
-    }
-
-    fn deliver(&self, key: usize, event: MonitorEvent) {
-        if let Some(subscriber) = self.lock().get(&key)
-            && subscriber.names.contains(&event.name.as_str())
-        {
-            // The receiver may have gone already, or have no room.
-            let _ = subscriber.events.try_send(event);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Subscriber>> {
-        self.by_key.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// The delivery of a domain's events, which ends when this is dropped.
 pub struct Subscription {
     connection: Arc<Connection>,
@@ -712,26 +499,6 @@ impl Drop for Subscription {
         // SAFETY: the connection is open, and the number is that of a registration that was not yet removed.
         unsafe { (self.connection.functions.deregister_events)(self.connection.pointer.as_ptr(), self.id) };
     }
-}
-
-extern "C" fn on_event(
-    _connection: Object,
-    _domain: Object,
-    name: *const c_char,
-    seconds: c_longlong,
-    microseconds: c_uint,
-    _details: *const c_char,
-    key: *mut c_void,
-) {
-    // SAFETY: libvirt passes a string that lives until after the call.
-    let name = unsafe { CStr::from_ptr(name) };
-    let since_1970 = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
-    let time = since_1970 + Duration::from_micros(u64::from(microseconds));
-    SUBSCRIBERS.deliver(key.addr(), MonitorEvent { name: name.to_string_lossy().into_owned(), time });
-}
-
-extern "C" fn remove_subscriber(key: *mut c_void) {
-    SUBSCRIBERS.remove(key.addr());
 }
 
 #[cfg(test)]
@@ -768,19 +535,5 @@ mod tests {
         assert!(connection.lookup("test").unwrap().subscribe(&["STOP"], sender).is_err());
         // The only sender was dropped.
         assert_eq!(receiver.recv(), Err(RecvError));
-    }
-
-    #[test]
-    fn a_receiver_gets_the_events_it_wants_as_far_as_it_has_room() {
-        let (sender, receiver) = sync_channel(2);
-        let key = SUBSCRIBERS.add(Subscriber { names: &["STOP", "RESUME"], events: sender });
-        let event = |name: &str, ms| MonitorEvent { name: name.into(), time: Duration::from_millis(ms) };
-        for (name, ms) in [("RTC_CHANGE", 1), ("STOP", 2), ("RESUME", 3), ("STOP", 4)] {
-            SUBSCRIBERS.deliver(key, event(name, ms));
-        }
-        SUBSCRIBERS.remove(key);
-        SUBSCRIBERS.remove(key);
-        SUBSCRIBERS.deliver(key, event("STOP", 5));
-        assert_eq!(receiver.iter().collect::<Vec<_>>(), [event("STOP", 2), event("RESUME", 3)]);
     }
 }
