@@ -103,10 +103,13 @@ impl ResourceGuest for DomainGuest<'_> {
             let time_left = deadline.saturating_duration_since(Instant::now());
             let requested = self.ask(REQUEST_TIMEOUT.min(time_left), |domain| domain.request_shutdown());
             // libvirt rejects the request while a checkpoint pauses the guest.
-            if requested.is_ok() || Instant::now() >= pause_deadline || !self.has_guest() {
-                return requested?.ok_or_else(|| self.unknown());
+            match requested {
+                Err(why) if Instant::now() < pause_deadline && self.has_guest() => {
+                    tracing::debug!("domain {}: its shutdown is requested again: {why}", self.domain);
+                    thread::sleep(POLL_INTERVAL);
+                }
+                requested => return requested?.ok_or_else(|| self.unknown()),
             }
-            thread::sleep(POLL_INTERVAL);
         }
     }
 

@@ -32,10 +32,14 @@ impl<'a> Resource<'a> {
 
     /// Runs the action on the node whose run directory is that of `lab`.
     fn ocf_on(&self, lab: &Lab, action: &str, arguments: &[&str]) -> CommandResult {
+        lab.finish(self.ocf_command(lab, action, arguments))
+    }
+
+    fn ocf_command(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Command {
         let store = self.store.to_str().unwrap();
         let mut command = lab.command(["--json", "ocf", action, "dom", "--libvirt", &self.attached.domain.name]);
         command.args(["--store", store, "--every", "200ms", "--within", "60s"]).args(arguments);
-        lab.finish(command)
+        command
     }
 
     #[track_caller]
@@ -257,6 +261,27 @@ fn what_a_domain_cannot_be_is_rejected() {
     dom.ocf("start", &[]).status(1).prints(&["does not know domain", "virsh define"]);
     dom.ocf("monitor", &[]).status(7);
     dom.ocf("show-config", &[]).ok();
+}
+
+#[test]
+fn a_shutdown_that_comes_in_a_pause_is_requested_again() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let dom = Resource::new(&libvirt, &lab);
+    dom.start_on(&lab);
+    // As a checkpoint does, but until the request was rejected.
+    dom.attached.virsh("suspend", &[]).unwrap();
+    let log = lab.path("stop.log");
+    let mut command = dom.ocf_command(&lab, "stop", &["--how", "shutdown"]);
+    command.env("REKINDLE_LOG", "debug").stderr(fs::File::create(&log).unwrap());
+    let stopping = command.spawn().unwrap();
+    wait_for("a rejected request", DEADLINE, || {
+        fs::read_to_string(&log).unwrap().contains("its shutdown is requested again").then_some(())
+    });
+    dom.attached.virsh("resume", &[]).unwrap();
+    let stopped = lab.wait(stopping, "stop".into()).ok();
+    assert_eq!(stopped.json()["how"], "shut-down", "{stopped}");
+    assert_eq!(dom.attached.domain.state(), "shut off");
 }
 
 #[test]
