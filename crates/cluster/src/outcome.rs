@@ -74,7 +74,7 @@ pub enum StartError {
     /// libvirt runs the domain, and the resource has not started it.
     #[error("{stray}, so it is not started again: let the cluster stop the resource, which shuts the guest down")]
     Stray { stray: StrayQemu },
-    #[error("it is unknown whether libvirt runs it on this node")]
+    #[error("libvirt's record of it on this node cannot be read, so it may run here: nothing is started")]
     UnknownQemu(#[source] io::Error),
     /// libvirt on this node cannot start the domain.
     #[error("libvirt cannot start domain {domain} on this node: {why}")]
