@@ -67,7 +67,10 @@ pub enum HandoverError {
         #[source]
         source: io::Error,
     },
-    #[error("{name}: the host's kernel still serves the network cards of the stopped guest (vhost-net: {cards})")]
+    #[error(
+        "{name}: the host's kernel still serves network cards of the stopped guest (vhost-net: {cards}), so it was not handed \
+         over; try again"
+    )]
     VhostRuns { name: String, cards: String },
     #[error(transparent)]
     Life(#[from] LifeError),

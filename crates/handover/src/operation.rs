@@ -18,6 +18,8 @@ use std::io;
 use std::os::fd::{AsFd, RawFd};
 use std::time::Duration;
 
+/// How long the threads of a QEMU may take to stop.
+const FREEZE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a killed QEMU may take to end.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -184,7 +186,13 @@ impl Handover {
     /// [`HandoverError::File`]: it cannot be sent a signal.
     pub fn freeze_reader_of_queues(&self) -> Result<(), HandoverError> {
         match self.live_source().filter(|_| !self.journal.operation.detached_queues.is_empty()) {
-            Some(source) => source.process().stop().map_err(self.file_error("qemu")),
+            Some(source) => {
+                let frozen = source.process().stop_fully(FREEZE_TIMEOUT).map_err(self.file_error("qemu"))?;
+                if !frozen {
+                    tracing::debug!("{}: a thread of the old QEMU still runs; frames may be sent again", self.name());
+                }
+                Ok(())
+            }
             None => Ok(()),
         }
     }

@@ -13,6 +13,12 @@ pub const DEVICE: &str = "/dev/vhost-net";
 /// Of `open(2)`, with the device and a remedy.
 pub fn open() -> io::Result<OwnedFd> {
     let opened = OpenOptions::new().read(true).write(true).open(DEVICE);
-    let remedy = "load the kernel's module: modprobe vhost_net";
-    Ok(opened.map_err(|e| io::Error::new(e.kind(), format!("cannot open {DEVICE}: {e}; {remedy}")))?.into())
+    let failed = |e: io::Error| {
+        let remedy = match e.kind() {
+            io::ErrorKind::PermissionDenied => "run as root",
+            _ => "load the kernel's module: modprobe vhost_net",
+        };
+        io::Error::new(e.kind(), format!("cannot open {DEVICE}: {e}; {remedy}"))
+    };
+    Ok(opened.map_err(failed)?.into())
 }

@@ -105,7 +105,7 @@ impl Recipe {
         for (ours, theirs) in hardware.nets.iter().zip(&theirs.nets) {
             if has_vhost(ours) && !has_vhost(theirs) {
                 problems.push(format!(
-                    "network {}: QEMU served the card, with features that the kernel does not have; take `vhost` out",
+                    "network {}: QEMU served the checkpoint's card, with more features than the kernel offers; take `vhost` out",
                     ours.id
                 ));
             }
@@ -179,8 +179,8 @@ fn unfit_queues(net: &Net, network: &ForeignNetwork) -> Option<String> {
     let (ours, theirs) = (queues(net), network.queues);
     (network.needs_tap && matches!(net.backend, NetBackend::Tap(_)) && ours != theirs).then(|| {
         format!(
-            "network {}: the guest's card has queues = {theirs}, and the tap queues = {ours}: restore with --definition \
-             FILE whose [[net]] has queues = {theirs} for it",
+            "network {}: the guest's card has {theirs} queues, and the tap {ours}: restore with --definition FILE whose [[net]] \
+             has queues = {theirs}",
             net.id
         )
     })

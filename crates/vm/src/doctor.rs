@@ -167,9 +167,7 @@ fn check_taps() -> Finding {
 fn check_vhost_net() -> Finding {
     match vhost_net::open() {
         Ok(_) => finding("vhost-net", Level::Good, format!("{} opens", vhost_net::DEVICE), ""),
-        Err(e) => {
-            finding("vhost-net", Level::Limited, e.to_string(), "only `vhost = true` needs it; taps work without")
-        }
+        Err(e) => finding("vhost-net", Level::Limited, e.to_string(), "only `vhost = true` in a definition needs it"),
     }
 }
 

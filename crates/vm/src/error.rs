@@ -100,6 +100,17 @@ pub enum LifeError {
         /// Process number.
         pid: u32,
     },
+    /// libvirt has not answered the request to start the VM's domain.
+    #[error(
+        "{name}: libvirt has not answered the request to start domain {domain}, and may still start it: this fails until \
+         libvirt's daemon answers"
+    )]
+    MayStart {
+        /// Name of the VM.
+        name: String,
+        /// libvirt's name of the domain.
+        domain: String,
+    },
     /// Another operation runs on the VM.
     #[error(transparent)]
     Lock(#[from] LockError),

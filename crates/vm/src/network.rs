@@ -46,7 +46,9 @@ pub enum NetworkError {
         exists: bool,
     },
     /// The host's kernel cannot serve a card.
-    #[error("network {id}: `vhost = true` is not possible on this host; fix the cause, or leave `vhost` out")]
+    #[error(
+        "network {id}: `vhost = true` is not possible on this host; leave `vhost` out, or make the device available"
+    )]
     NoVhost {
         /// Id of the network.
         id: String,
@@ -235,7 +237,18 @@ pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError
 /// Opens all queues of the tap of the `index`-th card, at the descriptor numbers of the command line.
 fn open(tap: &Tap, index: usize) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
     wait_until_unused(tap)?;
-    (0..tap.queues).map(|queue| Ok((on_released(tap, tap::open)?, Tap::fd(index, queue)))).collect()
+    let opened: Result<Vec<_>, NetworkError> =
+        (0..tap.queues).map(|queue| Ok((on_released(tap, tap::open)?, Tap::fd(index, queue)))).collect();
+    let opened = opened?;
+    // Another process may have opened it since.
+    if tap.queues > 1 && open_queues(tap)? != u64::from(tap.queues) {
+        return Err(in_use(tap));
+    }
+    Ok(opened)
+}
+
+fn in_use(tap: &Tap) -> NetworkError {
+    NetworkError::Tap { ifname: tap.ifname.clone(), source: io::ErrorKind::ResourceBusy.into() }
 }
 
 /// Returns the features of the tap of a guest.
@@ -243,8 +256,8 @@ fn features(tap: &Tap) -> tap::Features {
     if tap.queues > 1 { tap::Features::OWN_QUEUES } else { tap::Features::OWN }
 }
 
-/// Waits until no process has a queue of the tap open. The kernel makes sure of it for a tap with one queue; any number of
-/// processes may open one with several.
+/// Waits until no process has a queue of the tap open. For a tap with one queue the kernel itself rejects a second open; any
+/// number of processes may open one with several.
 fn wait_until_unused(tap: &Tap) -> Result<(), NetworkError> {
     if tap.queues == 1 {
         return Ok(());
@@ -253,7 +266,7 @@ fn wait_until_unused(tap: &Tap) -> Result<(), NetworkError> {
     let busy = |e: &NetworkError| is_busy(e) && Instant::now() < deadline;
     repeat_while(busy, || match open_queues(tap)? {
         0 => Ok(()),
-        _ => Err(NetworkError::Tap { ifname: tap.ifname.clone(), source: io::ErrorKind::ResourceBusy.into() }),
+        _ => Err(in_use(tap)),
     })
 }
 
@@ -266,8 +279,15 @@ fn open_queues(tap: &Tap) -> Result<u64, NetworkError> {
     let no_json = |e: serde_json::Error| NetworkError::Ip { command: arguments.join(" "), message: e.to_string() };
     let links: Vec<serde_json::Value> = serde_json::from_str(&links).map_err(no_json)?;
     let ours = links.iter().find(|link| link["ifname"] == tap.ifname.as_str());
-    let count = |link: &serde_json::Value, key| link["linkinfo"]["info_data"][key].as_u64().unwrap_or(0);
-    Ok(ours.map_or(0, |link| count(link, "numqueues") + count(link, "numdisabled")))
+    let Some(ours) = ours else { return Ok(0) };
+    let count = |key| ours["linkinfo"]["info_data"][key].as_u64();
+    match (count("numqueues"), count("numdisabled")) {
+        (Some(attached), Some(detached)) => Ok(attached + detached),
+        _ => Err(NetworkError::Ip {
+            command: arguments.join(" "),
+            message: format!("no queues of {}; an iproute2 that prints them is needed", tap.ifname),
+        }),
+    }
 }
 
 fn is_busy(e: &NetworkError) -> bool {

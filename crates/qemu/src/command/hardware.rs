@@ -24,8 +24,9 @@ pub const PHASE_PORT: &str = "org.rekindle.phase.0";
 const FIRST_TAP_FD: RawFd = 40;
 /// First descriptor number for the real taps of a QEMU that was started with stand-ins; see [`TapSlot`].
 const FIRST_WAITING_FD: RawFd = 60;
-/// The numbers of the further queues of each card, in the same way: this many cards, before those of the next kind.
+/// Number of cards for which numbers are reserved.
 const MAX_TAPS: RawFd = FIRST_WAITING_FD - FIRST_TAP_FD;
+/// First descriptor number for the queues of each card after its first one: those in use, then those that wait.
 const FIRST_QUEUE_FD: RawFd = 100;
 const FIRST_WAITING_QUEUE_FD: RawFd = FIRST_QUEUE_FD + MAX_TAPS * FURTHER_QUEUES;
 /// First descriptor number for vhost devices.
@@ -240,12 +241,14 @@ pub struct Tap {
     pub vhost: bool,
 }
 
-fn one_queue() -> u16 {
+/// Returns the number of queues of a card that names none.
+pub fn one_queue() -> u16 {
     1
 }
 
+/// Returns whether a card need not name its number of queues.
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_one_queue(queues: &u16) -> bool {
+pub fn is_one_queue(queues: &u16) -> bool {
     *queues == 1
 }
 

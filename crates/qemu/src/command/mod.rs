@@ -15,7 +15,7 @@ mod own_machine;
 pub use directory::Directory;
 pub use hardware::{
     AGENT_PORTS, Boot, Disk, DiskOverlays, ForeignMachine, ForeignNetwork, Hardware, MAX_QUEUES, Net, NetBackend,
-    OverlayFile, PHASE_PORT, Ram, RamBackend, Tap, TapSlot, disk_queues,
+    OverlayFile, PHASE_PORT, Ram, RamBackend, Tap, TapSlot, disk_queues, is_one_queue, one_queue,
 };
 
 use crate::options::Options;

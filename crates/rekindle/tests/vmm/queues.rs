@@ -125,6 +125,9 @@ fn a_vm_with_vhost_is_rejected_where_there_is_none() {
     let definition = lab.vm("served").net_key("vhost = true").write();
     if std::path::Path::new("/dev/vhost-net").exists() {
         lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+        let pid = lab.rekindle(["show", "served", "--json"]).ok().json()["vmm"]["pid"].as_u64().unwrap();
+        let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+        assert!(arguments.contains(",vhost=on,vhostfd="), "{arguments}");
         lab.rekindle(["stop", "--now", "served"]).ok();
     } else {
         let words = ["network net0: `vhost = true`", "cannot open /dev/vhost-net", "modprobe vhost_net"];

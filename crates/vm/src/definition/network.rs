@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::addresses::{Forward, HostAddress, Mac, digest};
 use super::names::MAX_INTERFACE_CHARS;
+use rekindle_qemu::command::{is_one_queue, one_queue};
 
 /// One `[[net]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,15 +44,6 @@ pub enum NetBackend {
         #[serde(flatten)]
         place: TapPlace,
     },
-}
-
-fn one_queue() -> u16 {
-    1
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_one_queue(queues: &u16) -> bool {
-    *queues == 1
 }
 
 /// Where a tap is connected: the key `bridge`, or `netns` with `address`.
