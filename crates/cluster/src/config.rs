@@ -1,10 +1,15 @@
 //! Commands for the cluster manager's configuration, with the VM's utilization, so that it is placed on a node with
 //! enough room.
 
+use crate::patience::answer_within;
 use crate::resource::SYSTEM_URI;
 use rekindle_kernel::libvirt_client::{Connection, LibvirtError};
 use rekindle_vm::definition::Definition;
 use std::path::Path;
+use std::time::Duration;
+
+/// How long libvirt may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The capacity that a VM takes from a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -86,14 +91,14 @@ impl Configured<'_> {
 /// # Errors
 /// [`LibvirtError::NotInstalled`].
 pub fn check_libvirt() -> Result<(), LibvirtError> {
-    match Connection::open(Some(SYSTEM_URI)) {
-        Ok(_) => Ok(()),
-        Err(e @ LibvirtError::NotInstalled(_)) => Err(e),
-        Err(e) => {
-            tracing::warn!("libvirt does not answer: {e}");
-            Ok(())
-        }
-    }
+    let why = match answer_within(ANSWER_TIMEOUT, || Connection::open(Some(SYSTEM_URI)).map(drop)) {
+        Some(Ok(())) => return Ok(()),
+        Some(Err(e @ LibvirtError::NotInstalled(_))) => return Err(e),
+        Some(Err(e)) => e.to_string(),
+        None => format!("no answer for {} s", ANSWER_TIMEOUT.as_secs()),
+    };
+    tracing::warn!("libvirt does not answer: {why}");
+    Ok(())
 }
 
 /// Quotes a word for a shell command.
@@ -128,7 +133,7 @@ pub fn configuration_commands(configured: &Configured<'_>, parameters: &[(&str, 
         None => (
             String::new(),
             format!(
-                "# Set its utilization, with the values of virsh dominfo:\n\
+                "# Set its utilization (virsh dominfo prints the memory in KiB; write MiB):\n\
                  #   crm resource utilization {name} set memory MIB && crm resource utilization {name} set vcpus N\n\
                  #   pcs resource utilization {name} memory=MIB vcpus=N\n"
             ),

@@ -11,6 +11,7 @@
 //! | [`monitor`] | checks whether the guest really runs |
 //! | [`loops`] | the protector: the process that takes checkpoints of the guest |
 //! | `store_query` | queries the store |
+//! | `patience` | waits for answers with a time limit |
 //! | [`outcome`] | how a start ends |
 //! | [`config`] | commands for the cluster manager's configuration |
 //!
@@ -25,6 +26,7 @@ pub mod loops;
 pub mod migrate;
 pub mod monitor;
 pub mod outcome;
+mod patience;
 pub mod resource;
 pub mod start;
 pub mod stop;

@@ -2,18 +2,18 @@
 
 use crate::guest::{ResourceGuest, guest_of};
 use crate::loops;
+use crate::patience::answer_within;
 use crate::resource::Resource;
 use crate::store_query::find;
 use rekindle_kernel::file::flock_holder;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_probe::{Target, check};
-
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::progress::{age, committed};
 use rekindle_protect::protector::ProtectSettings;
 use rekindle_protect::with_causes;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::types::{Guest, Owner};
+use rekindle_store::types::{Guest, Owner, Vm};
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
 use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF};
@@ -21,8 +21,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::Status;
 use serde::Serialize;
-use std::fmt;
-use std::sync::mpsc;
+use std::fmt::{self, Display};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -197,18 +196,22 @@ fn check_stray(host: &Host, resource: &Resource, rundir: &RunDir) -> Option<Verd
     let stray = match guest.stray(rundir) {
         Ok(None) => return None,
         Ok(Some(stray)) => stray,
-        Err(e) => return Some(Verdict::Failed(format!("it is unknown whether a QEMU runs it: {e}"))),
+        Err(e) => return Some(Verdict::Failed(format!("it may run on this node: {e}"))),
     };
-    let (answer_sender, answers) = mpsc::channel();
     let queried = resource.clone();
-    thread::spawn(move || drop(answer_sender.send(find(&queried).map_err(|e| with_causes(&e)))));
-    let listing = match answers.recv_timeout(STORE_TIMEOUT) {
-        Ok(Ok(listing)) => listing,
-        Ok(Err(why)) => return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: {why}"))),
-        Err(_) => {
-            return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: its store does not answer")));
-        }
+    let listing = match answer_within(STORE_TIMEOUT, move || find(&queried).map_err(|e| with_causes(&e))) {
+        Some(Ok(listing)) => listing,
+        Some(Err(why)) => return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: {why}"))),
+        None => return Some(Verdict::Failed(format!("{stray}, and its owner is unknown: its store does not answer"))),
     };
+    // The owner of another VM has nothing to do with this domain.
+    if let Some(Vm { name, uuid }) = listing.as_ref().map(|listing| &listing.vm).filter(|vm| vm.uuid != stray.uuid) {
+        let store = &resource.protect.store;
+        return Some(Verdict::Failed(format!(
+            "{stray}, and {store} belongs to VM {name} ({uuid}), not to this domain ({}): set the resource's own store",
+            stray.uuid
+        )));
+    }
     let here = Owner::here("").host;
     match listing.as_ref().and_then(|listing| listing.owner.as_ref()).filter(|owner| owner.guest != Guest::Ended) {
         None => match guest.boot(host, listing.as_ref()) {
@@ -219,13 +222,12 @@ fn check_stray(host: &Host, resource: &Resource, rundir: &RunDir) -> Option<Verd
             Err(e) => Some(Verdict::Failed(format!("{stray}, and it cannot be attached: {}", with_causes(&e)))),
         },
         Some(owner) if owner.host != here => {
-            tracing::error!("{}: {stray}, but {owner} has the guest; it is ended here", resource.name);
-            Some(match guest.end_strays(rundir) {
-                Ok(()) => Verdict::NotRunning,
-                Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
-            })
+            tracing::error!("{}: {stray}, but its store's owner is {owner}: it is ended here", resource.name);
+            Some(guest.end_strays(rundir).map_or_else(not_ended, |()| Verdict::NotRunning))
         }
-        Some(_) => Some(Verdict::Failed(format!("{stray}, so no checkpoint is taken of it"))),
+        Some(_) => Some(Verdict::Failed(format!(
+            "{stray}, so it is not protected; the cluster stops it, which shuts the guest down"
+        ))),
     }
 }
 
@@ -233,13 +235,20 @@ fn check_stray(host: &Host, resource: &Resource, rundir: &RunDir) -> Option<Verd
 /// if the guest must not run here, or if that cannot be determined.
 fn end_superseded_guest(rundir: &RunDir) -> Option<Verdict> {
     match OwnerRecord::read(rundir) {
-        Ok(Some(record)) if record.may_run(rundir).is_err() => Some(match pull_the_plug(rundir) {
-            Ok(()) => Verdict::NotRunning,
-            Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
-        }),
+        Ok(Some(record)) if record.may_run(rundir).is_err() => {
+            Some(pull_the_plug(rundir).map_or_else(not_ended, |()| Verdict::NotRunning))
+        }
         Ok(_) => None,
         Err(e) => Some(Verdict::Failed(e.to_string())),
     }
+}
+
+fn not_ended(e: impl Display) -> Verdict {
+    Verdict::Failed(superseded_but_running(e))
+}
+
+fn superseded_but_running(e: impl Display) -> String {
+    format!("another node has it, but it cannot be ended here: {e}")
 }
 
 /// Returns whether `rekindle watch` may be about to reboot a guest that has ended.
@@ -292,12 +301,10 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
     let Some(record) = OwnerRecord::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
     let state = State::read(rundir).map_err(|e| e.to_string())?;
     let Some(uuid) = state.and_then(|state| state.hardware.uuid) else { return Ok(None) };
-    let (answer_sender, answers) = mpsc::channel();
     let queried = record.clone();
     // The limit holds whatever the store connection's timeouts are: the cluster manager counts a check that takes too
     // long as a failed guest.
-    thread::spawn(move || drop(answer_sender.send(queried.query_new_owner(uuid))));
-    let Ok(new_owner) = answers.recv_timeout(STORE_TIMEOUT) else {
+    let Some(new_owner) = answer_within(STORE_TIMEOUT, move || queried.query_new_owner(uuid)) else {
         tracing::warn!("{}: its store does not answer", rundir.name());
         return Ok(None);
     };
@@ -305,9 +312,7 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
         Ok(None) => Ok(None),
         Ok(Some(owner)) => {
             let superseded = record.end_guest(rundir, &owner);
-            superseded
-                .map(|superseded| Some(superseded.to_string()))
-                .map_err(|e| format!("another node has it, but it cannot be ended here: {e}"))
+            superseded.map(|superseded| Some(superseded.to_string())).map_err(superseded_but_running)
         }
         Err(e) => {
             tracing::warn!("{}: cannot query its store: {e}", rundir.name());

@@ -14,17 +14,19 @@ use rekindle_vm::overlays::OverlayDisksError;
 use serde::Serialize;
 use std::fmt;
 use std::io;
+use uuid::Uuid;
 
 /// A QEMU that runs the guest on this node, although the run directory does not have it: another program has started it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StrayQemu {
     pub domain: String,
+    pub uuid: Uuid,
     pub process: Process,
 }
 
 impl fmt::Display for StrayQemu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { domain, process } = self;
+        let Self { domain, process, .. } = self;
         write!(f, "libvirt runs domain {domain} (process {}), and the cluster has not started it", process.pid)
     }
 }
@@ -74,7 +76,7 @@ pub enum StartError {
     /// libvirt runs the domain, and the resource has not started it.
     #[error("{stray}, so it is not started again: let the cluster stop the resource, which shuts the guest down")]
     Stray { stray: StrayQemu },
-    #[error("libvirt's record of it on this node cannot be read, so it may run here: nothing is started")]
+    #[error("it may run on this node, so it is not started")]
     UnknownQemu(#[source] io::Error),
     /// libvirt on this node cannot start the domain.
     #[error("libvirt cannot start domain {domain} on this node: {why}")]

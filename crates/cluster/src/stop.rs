@@ -4,9 +4,9 @@
 use crate::guest::guest_of;
 use crate::loops;
 use crate::monitor::has_shut_down;
+use crate::outcome::StrayQemu;
 use crate::resource::Resource;
-use rekindle_life::shutdown::Ended;
-use rekindle_life::shutdown::{end_operation, pull_the_plug};
+use rekindle_life::shutdown::{Ended, end_operation, pull_the_plug};
 use rekindle_life::stop;
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_qemu::vmm::Vmm;
@@ -18,6 +18,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -29,6 +30,9 @@ const SHUTDOWN_TIME_PERCENT: u32 = 80;
 /// Percentage of the guest's time in which the protector may finish a checkpoint and end by itself. If the protector is
 /// killed, all of the guest's memory must be read again.
 const PROTECTOR_TIME_PERCENT: u32 = 50;
+
+/// Why there is no last checkpoint of a guest that another program has started.
+const NOT_ATTACHED: &str = "libvirt had started it outside of the cluster, so no checkpoint of it could be taken";
 
 /// How long a QEMU may take to report that its guest has shut down.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -79,6 +83,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         // may be held.
         shut_down_guest(resource, &rundir, Instant::now() + guest_time * SHUTDOWN_TIME_PERCENT / 100);
     }
+    let lost_stray = is_stray.then(|| NOT_ATTACHED.to_owned());
     end_protector(&rundir, guest_deadline);
     let had_shut_down = has_shut_down(resource, &rundir);
     let mut is_shutdown_reported = had_shut_down && report_shutdown(&rundir);
@@ -89,8 +94,10 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         tracing::warn!("{}: cannot settle its interrupted move: {why}", resource.name);
     }
     if !rundir.exists() {
+        let has_shut_down = matches!(guest.stray(&rundir), Ok(None));
         guest.end_strays(&rundir)?;
-        return Ok(StopResult { how, ended: Ended::Before, lost: None });
+        let ended = if has_shut_down { Ended::ByAcpi } else { Ended::PoweredOff };
+        return Ok(StopResult { how, ended, lost: lost_stray });
     }
     let status = guest.status(&rundir);
     // Of the same moment as the status.
@@ -101,6 +108,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     let is_suspended = !has_shut_down
         && matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let lost = match status {
+        _ if is_stray => lost_stray,
         Ok(Status::Silent) => Some("its QEMU does not answer".into()),
         _ if is_suspended => loops::take_last_checkpoint(&rundir, resource, guest_deadline).err(),
         _ => None,
@@ -152,7 +160,11 @@ fn end_qemu(
         stop::stop_immediately(host, name)
     });
     match stopped {
-        Err(LifeError::Unknown { .. }) => Ok(Ended::Before),
+        Err(LifeError::Unknown { .. }) => {
+            // A start was interrupted before it recorded the VM.
+            rundir.remove().map_err(|source| LifeError::RunDir { name: name.into(), source })?;
+            Ok(Ended::Before)
+        }
         result => result,
     }
 }
@@ -215,4 +227,12 @@ pub fn report_shutdown(rundir: &RunDir) -> bool {
             );
         })
         .is_ok()
+}
+
+/// Returns the QEMU that runs the guest here although the cluster has not started it, which a [`stop`] ends.
+///
+/// # Errors
+/// If it is unknown whether there is one.
+pub fn stray(host: &Host, resource: &Resource) -> io::Result<Option<StrayQemu>> {
+    guest_of(resource).stray(&RunDir::new(&host.root, resource.name.as_str()))
 }

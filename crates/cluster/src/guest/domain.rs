@@ -5,6 +5,7 @@
 
 use super::ResourceGuest;
 use crate::outcome::{StartError, StartResult, StrayQemu};
+use crate::patience::answer_within;
 use crate::resource::{Resource, SYSTEM_URI};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_kernel::output::last_lines;
@@ -13,7 +14,7 @@ use rekindle_libvirt::disks::DomainDisk;
 use rekindle_libvirt::domains;
 use rekindle_libvirt::portable_xml::{self, DiskFile};
 use rekindle_libvirt::status_file::{StatusFile, StatusFileError};
-use rekindle_life::attach::attach;
+use rekindle_life::attach::attach_locked;
 use rekindle_life::shutdown::{Ended, pull_the_plug};
 use rekindle_life::stop;
 use rekindle_protect::owned::OwnerRecord;
@@ -24,29 +25,34 @@ use rekindle_store::types::{Guest, OnlyIf, Owner, Vm};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Journal;
-use rekindle_vm::lock::running_operation;
+use rekindle_vm::lock::{OperationLock, running_operation};
 use rekindle_vm::overlays::OfflineOverlays;
 use rekindle_vm::qemu::OFF;
-use rekindle_vm::rundir::RunDir;
+use rekindle_vm::rundir::{RunDir, ignore_missing};
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// Where this libvirt has the logs of its QEMUs.
+/// Directory of the logs of its QEMUs.
 const LOG_DIRECTORY: &str = "/var/log/libvirt/qemu";
-/// Lines at the end of a QEMU's log that may have the reason for its end.
+/// Number of lines at the end of a QEMU's log in which the reason for its end is searched.
 const LOG_LINES: usize = 20;
 /// What a QEMU prints when a signal ends it, before the sender.
 const SIGNAL_MESSAGE: &str = "terminating on signal";
+/// What libvirt writes into a QEMU's log after a shutdown of the guest, behind all lines of that QEMU.
+const SHUTDOWN_MESSAGE: &str = "shutting down, reason=shutdown";
 /// The daemons that end a QEMU by a signal when its guest has shut down.
 const DAEMONS: [&str; 2] = ["libvirtd)", "virtqemud)"];
+
+/// File in the run directory that exists while libvirt may start the domain: from the request to the answer.
+const START_REQUESTED: &str = "libvirt-start";
 
 /// How long libvirt may take to answer a query.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -68,19 +74,46 @@ pub(super) struct DomainGuest<'a> {
     pub domain: &'a str,
 }
 
+/// Why libvirt has not done what was requested.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Unanswered {
+    /// The reason. Nothing was done.
+    Rejected(String),
+    /// It may still do it.
+    Late(String),
+}
+
+impl From<Unanswered> for String {
+    fn from(unanswered: Unanswered) -> Self {
+        match unanswered {
+            Unanswered::Rejected(why) | Unanswered::Late(why) => why,
+        }
+    }
+}
+
 /// What libvirt knows of a domain that it has a definition of.
 struct Definition {
     uuid: Uuid,
     is_started_automatically: bool,
 }
 
+/// A domain that libvirt runs.
+struct RunningDomain {
+    uuid: Uuid,
+    process: Process,
+}
+
 impl ResourceGuest for DomainGuest<'_> {
     fn stray(&self, rundir: &RunDir) -> io::Result<Option<StrayQemu>> {
-        let Some(process) = self.qemu()? else { return Ok(None) };
+        let is_running = running_operation(rundir).is_some();
+        if !is_running && fs::exists(rundir.file(START_REQUESTED))? {
+            return Err(io::Error::other(self.may_start(rundir)));
+        }
+        let Some(RunningDomain { uuid, process }) = self.running()? else { return Ok(None) };
         // A restore that runs, or was interrupted, has a QEMU that is not recorded yet.
-        let is_in_operation = running_operation(rundir).is_some() || Journal::read(rundir)?.is_some();
+        let is_in_operation = is_running || Journal::read(rundir)?.is_some();
         let is_recorded = State::read(rundir)?.and_then(|state| state.vmm).is_some_and(|vmm| vmm.process() == process);
-        let stray = StrayQemu { domain: self.domain.to_owned(), process };
+        let stray = StrayQemu { domain: self.domain.to_owned(), uuid, process };
         Ok(Some(stray).filter(|_| !is_in_operation && !is_recorded))
     }
 
@@ -93,7 +126,7 @@ impl ResourceGuest for DomainGuest<'_> {
     }
 
     fn make_shutdown_visible(&self, _rundir: &RunDir) -> Result<(), String> {
-        // libvirt itself has started QEMU so, and records why it has ended.
+        // libvirt itself starts QEMU with -no-shutdown, and records why it has ended.
         Ok(())
     }
 
@@ -104,11 +137,11 @@ impl ResourceGuest for DomainGuest<'_> {
             let requested = self.ask(REQUEST_TIMEOUT.min(time_left), |domain| domain.request_shutdown());
             // libvirt rejects the request while a checkpoint pauses the guest.
             match requested {
-                Err(why) if Instant::now() < pause_deadline && self.has_guest() => {
+                Err(Unanswered::Rejected(why)) if Instant::now() < pause_deadline && self.has_guest() => {
                     tracing::debug!("domain {}: its shutdown is requested again: {why}", self.domain);
                     thread::sleep(POLL_INTERVAL);
                 }
-                requested => return requested?.ok_or_else(|| self.unknown()),
+                requested => return requested.map_err(String::from)?.ok_or_else(|| self.unknown()),
             }
         }
     }
@@ -124,7 +157,7 @@ impl ResourceGuest for DomainGuest<'_> {
 
     fn boot(&self, host: &Host, listing: Option<&Listing>) -> Result<(), StartError> {
         let failed = |why| self.failed(why);
-        let is_there = self.qemu().map_err(|e| failed(e.to_string()))?.is_some();
+        let is_there = self.running().map_err(|e| failed(e.to_string()))?.is_some();
         let definition = self.definition().map_err(failed)?;
         let Some(Definition { uuid, is_started_automatically }) = definition else {
             let (domain, store) = (self.domain.to_owned(), self.resource.protect.store.to_string());
@@ -134,15 +167,21 @@ impl ResourceGuest for DomainGuest<'_> {
             return Err(StartError::Autostart { domain: self.domain.to_owned() });
         }
         let rundir = RunDir::new(&host.root, self.resource.name.as_str());
-        host.create_run_dir(&rundir).map_err(|source| LifeError::RunDir { name: rundir.name().into(), source })?;
+        let run_dir_failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+        if State::read(&rundir).map_err(run_dir_failed)?.is_some() {
+            // Of an earlier run of the guest.
+            stop::stop_immediately(host, rundir.name())?;
+        }
+        host.create_run_dir(&rundir).map_err(run_dir_failed)?;
+        // Until the guest is attached, this shows monitors that its start is under way.
+        let _lock = OperationLock::acquire(&rundir, "start").map_err(LifeError::from)?;
         let booted = self.claim(&rundir, uuid, listing).and_then(|()| {
             if !is_there {
                 self.merge_overlays()?;
-                let started = self.ask(START_TIMEOUT, |domain| domain.start()).map_err(failed)?;
-                started.ok_or_else(|| failed(self.unknown()))?;
+                self.start(&rundir)?;
             }
             let monitor = Monitor::Libvirt { domain: uuid.to_string(), connect: Some(SYSTEM_URI.into()) };
-            Ok(attach(host, &self.resource.name, monitor).map(drop)?)
+            Ok(attach_locked(host, &rundir, &self.resource.name, monitor).map(drop)?)
         });
         booted.inspect_err(|_| {
             // A guest that was there before is left to the cluster, which stops it.
@@ -156,15 +195,22 @@ impl ResourceGuest for DomainGuest<'_> {
 
     fn end_strays(&self, rundir: &RunDir) -> Result<(), LifeError> {
         let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-        if let Some(process) = self.qemu().map_err(failed)? {
-            // libvirt removes what else the domain has. If its daemon does not answer, it does so later.
-            if let Err(why) = self.ask(KILL_TIMEOUT, |domain| domain.destroy()) {
-                tracing::warn!(
-                    "{}: libvirt does not end domain {} ({why}); its QEMU is killed",
-                    rundir.name(),
-                    self.domain
-                );
+        let may_start = fs::exists(rundir.file(START_REQUESTED)).map_err(failed)?;
+        let qemu = self.running().map_err(failed)?.map(|running| running.process);
+        if may_start || qemu.is_some() {
+            // libvirt removes what else the domain has. If its daemon does not answer, it does so later. It handles a request
+            // to start the domain before this one.
+            match self.ask(KILL_TIMEOUT, |domain| domain.destroy()) {
+                Err(Unanswered::Late(_)) if may_start => return Err(self.may_start(rundir)),
+                Err(e) if qemu.is_some() => {
+                    let (name, why) = (rundir.name(), String::from(e));
+                    tracing::warn!("{name}: libvirt does not end domain {} ({why}); its QEMU is killed", self.domain);
+                }
+                _ => {}
             }
+        }
+        // After the request, which may have come just after the start.
+        if let Some(process) = self.running().map_err(failed)?.map(|running| running.process).or(qemu) {
             if process.is_alive() {
                 process.kill().map_err(failed)?;
             }
@@ -173,7 +219,7 @@ impl ResourceGuest for DomainGuest<'_> {
             }
         }
         self.wait_until_off();
-        Ok(())
+        ignore_missing(fs::remove_file(rundir.file(START_REQUESTED))).map_err(failed)
     }
 
     fn end_immediately(&self, host: &Host, rundir: &RunDir) -> Result<Ended, LifeError> {
@@ -185,9 +231,12 @@ impl ResourceGuest for DomainGuest<'_> {
 
 impl DomainGuest<'_> {
     /// Returns the QEMU that runs the domain, from libvirt's status file. The daemon need not run.
-    fn qemu(&self) -> io::Result<Option<Process>> {
+    fn running(&self) -> io::Result<Option<RunningDomain>> {
         match StatusFile::read(&StatusFile::path_of(self.domain)).and_then(|file| file.parse()) {
-            Ok(record) => Ok(domains::qemu(&record).map(|program| program.process())),
+            Ok(record) => {
+                let qemu = domains::qemu(&record);
+                Ok(qemu.map(|program| RunningDomain { uuid: record.uuid, process: program.process() }))
+            }
             Err(StatusFileError::Unreadable { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(io::Error::other(e)),
         }
@@ -198,23 +247,37 @@ impl DomainGuest<'_> {
         &self,
         timeout: Duration,
         question: impl FnOnce(&Domain) -> Result<T, LibvirtError> + Send + 'static,
-    ) -> Result<Option<T>, String> {
-        let (answer_sender, answers) = mpsc::channel();
+    ) -> Result<Option<T>, Unanswered> {
         let name = self.domain.to_owned();
-        // libvirt's calls have no time limit.
-        thread::spawn(move || {
-            let answer = Connection::open(Some(SYSTEM_URI))
-                .and_then(|connection| Arc::new(connection).find(&name)?.map(|domain| question(&domain)).transpose());
-            drop(answer_sender.send(answer));
+        let answer = answer_within(timeout, move || {
+            let connection = Connection::open(Some(SYSTEM_URI))?;
+            Arc::new(connection).find(&name)?.map(|domain| question(&domain)).transpose()
         });
-        match answers.recv_timeout(timeout) {
-            Ok(answer) => answer.map_err(|e| e.to_string()),
-            Err(_) => Err(format!("libvirt has not answered for {} s", timeout.as_secs())),
+        match answer {
+            Some(answer) => answer.map_err(|e: LibvirtError| Unanswered::Rejected(e.to_string())),
+            None => Err(Unanswered::Late(format!("libvirt has not answered for {} s", timeout.as_secs()))),
         }
     }
 
-    fn failed(&self, why: String) -> StartError {
-        StartError::Libvirt { domain: self.domain.to_owned(), why }
+    /// Starts the domain. If libvirt does not answer, it may still start it, which the run directory shows.
+    fn start(&self, rundir: &RunDir) -> Result<(), StartError> {
+        let requested = rundir.file(START_REQUESTED);
+        let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+        fs::write(&requested, "").map_err(failed)?;
+        let started = match self.ask(START_TIMEOUT, |domain| domain.start()) {
+            Err(Unanswered::Late(_)) => return Err(self.may_start(rundir).into()),
+            answer => answer,
+        };
+        fs::remove_file(&requested).map_err(failed)?;
+        started.map_err(|why| self.failed(why))?.ok_or_else(|| self.failed(self.unknown()))
+    }
+
+    fn may_start(&self, rundir: &RunDir) -> LifeError {
+        LifeError::MayStart { name: rundir.name().into(), domain: self.domain.to_owned() }
+    }
+
+    fn failed(&self, why: impl Into<String>) -> StartError {
+        StartError::Libvirt { domain: self.domain.to_owned(), why: why.into() }
     }
 
     fn unknown(&self) -> String {
@@ -225,7 +288,8 @@ impl DomainGuest<'_> {
         let answer = self.ask(ANSWER_TIMEOUT, |domain| {
             let is_persistent = domain.is_persistent()?;
             Ok((is_persistent, domain.uuid()?, is_persistent && domain.is_started_automatically()?))
-        })?;
+        });
+        let answer = answer.map_err(String::from)?;
         let Some((true, uuid, is_started_automatically)) = answer else { return Ok(None) };
         let uuid = uuid.parse().map_err(|e| format!("its UUID {uuid}: {e}"))?;
         Ok(Some(Definition { uuid, is_started_automatically }))
@@ -245,7 +309,7 @@ impl DomainGuest<'_> {
     /// images. Can be repeated.
     fn merge_overlays(&self) -> Result<(), StartError> {
         let failed = |why| self.failed(why);
-        let xml = self.ask(ANSWER_TIMEOUT, |domain| domain.definition()).map_err(failed)?;
+        let xml = self.ask(ANSWER_TIMEOUT, |domain| domain.definition()).map_err(String::from).map_err(failed)?;
         let xml = xml.ok_or_else(|| failed(self.unknown()))?;
         let description = portable_xml::describe(&xml).map_err(failed)?;
         let qemu = description.emulator.unwrap_or_default();
@@ -262,7 +326,9 @@ impl DomainGuest<'_> {
             if file != overlays.image() {
                 let format = overlays.format().ok_or_else(|| {
                     let image = overlays.image().display();
-                    failed(format!("its disk {target} was merged into {image}; put the definition on it: virsh edit"))
+                    failed(format!(
+                        "its disk {target} was merged into {image}; put the definition on the image: virsh edit"
+                    ))
                 })?;
                 let image = DiskFile { path: overlays.image().to_owned(), format: format.to_owned() };
                 files.insert(target.clone(), image);
@@ -270,7 +336,10 @@ impl DomainGuest<'_> {
         }
         if !files.is_empty() {
             let on_images = portable_xml::with_disks_on(&xml, &files).map_err(failed)?;
-            let defined = self.ask(ANSWER_TIMEOUT, move |domain| domain.redefine(&on_images)).map_err(failed)?;
+            let defined = self
+                .ask(ANSWER_TIMEOUT, move |domain| domain.redefine(&on_images))
+                .map_err(String::from)
+                .map_err(failed)?;
             defined.ok_or_else(|| failed(self.unknown()))?;
         }
         Ok(disks.into_iter().try_for_each(|(_, _, overlays)| overlays.finish())?)
@@ -282,11 +351,11 @@ impl DomainGuest<'_> {
             Ok(Some(DomainState::Running)) if recorded == Status::Protected => Status::Running,
             Ok(Some(DomainState::Running)) => recorded,
             Ok(Some(DomainState::Paused)) => Status::Stopped("paused".into()),
-            Ok(Some(DomainState::Other)) => Status::Stopped("about to start or to end".into()),
+            Ok(Some(DomainState::Other)) => Status::Stopped("starting or shutting down".into()),
             // libvirt has lost it.
             Ok(Some(DomainState::ShutOff) | None) => Status::Silent,
             // The guest runs without the daemon, and its protector waits for it.
-            Err(why) => Status::Degraded(format!("libvirt does not answer: {why}")),
+            Err(why) => Status::Degraded(format!("libvirt does not answer: {}", String::from(why))),
         }
     }
 
@@ -296,13 +365,25 @@ impl DomainGuest<'_> {
         matches!(state, Ok(Some(DomainState::Running | DomainState::Paused)))
     }
 
-    /// Returns whether the guest has shut down cleanly, and libvirt has ended its QEMU therefore. If libvirt's daemon was
-    /// started again since, this is not known any more, and the result is false.
+    /// Returns whether the guest has shut down cleanly, after which libvirt has ended its QEMU. `false` also if that is not
+    /// known: libvirt's daemon was started again since, or QEMU's log cannot be read.
     fn has_shut_down(&self) -> bool {
+        if !matches!(self.running(), Ok(None)) {
+            return false;
+        }
         self.wait_until_off();
-        let is_off_by_shutdown = self.ask(ANSWER_TIMEOUT, |domain| domain.is_off_by_shutdown());
-        let log = last_lines(&Path::new(LOG_DIRECTORY).join(format!("{}.log", self.domain)), LOG_LINES);
-        is_off_by_shutdown == Ok(Some(true)) && !was_ended_by_other_program(&log)
+        if self.ask(ANSWER_TIMEOUT, |domain| domain.is_off_by_shutdown()) != Ok(Some(true)) {
+            return false;
+        }
+        let log = Path::new(LOG_DIRECTORY).join(format!("{}.log", self.domain));
+        // Another daemon writes the log, a moment later.
+        let deadline = Instant::now() + NOTICE_TIMEOUT;
+        loop {
+            match is_ended_by_libvirt(&last_lines(&log, LOG_LINES)) {
+                None if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
+                by_libvirt => return by_libvirt == Some(true),
+            }
+        }
     }
 
     /// Waits until libvirt has noticed the end of the QEMU.
@@ -321,11 +402,14 @@ impl DomainGuest<'_> {
     }
 }
 
-/// Returns whether another program than libvirt has ended the last QEMU of this log by a signal. libvirt takes that for a
-/// shutdown of the guest.
-fn was_ended_by_other_program(log: &str) -> bool {
-    let message = log.lines().rfind(|line| line.contains(SIGNAL_MESSAGE));
-    message.is_some_and(|line| !DAEMONS.iter().any(|daemon| line.trim_end().ends_with(daemon)))
+/// Returns whether no other program than libvirt has ended the QEMU whose log ends with these lines. If another program has
+/// done that by a signal, libvirt takes it for a shutdown of the guest. `None`: they do not show what has ended it.
+fn is_ended_by_libvirt(lines: &str) -> Option<bool> {
+    match lines.lines().rfind(|line| line.contains(SIGNAL_MESSAGE)) {
+        Some(message) => Some(DAEMONS.iter().any(|daemon| message.trim_end().ends_with(daemon))),
+        // A QEMU whose guest has shut down may have ended before libvirt's signal.
+        None => lines.trim_end().ends_with(SHUTDOWN_MESSAGE).then_some(true),
+    }
 }
 
 #[cfg(test)]
@@ -335,12 +419,17 @@ mod tests {
     #[test]
     fn a_signal_of_another_program_is_no_shutdown_of_the_guest() {
         let line = |sender: &str| {
-            format!("qemu-system-x86_64: {SIGNAL_MESSAGE} 15 from pid 7 ({sender})\n2026: shutting down\n")
+            format!(
+                "qemu-system-x86_64: {SIGNAL_MESSAGE} 15 from pid 7 ({sender})\n2026: shutting down, reason=shutdown\n"
+            )
         };
-        assert!(!was_ended_by_other_program(&line("/usr/sbin/libvirtd")));
-        assert!(!was_ended_by_other_program(&line("/usr/sbin/virtqemud")));
-        assert!(was_ended_by_other_program(&line("/usr/lib/systemd/systemd")));
-        assert!(was_ended_by_other_program(&(line("/usr/sbin/libvirtd") + &line("<unknown process>"))));
-        assert!(!was_ended_by_other_program("2026: starting up\n"));
+        assert_eq!(is_ended_by_libvirt(&line("/usr/sbin/libvirtd")), Some(true));
+        assert_eq!(is_ended_by_libvirt(&line("/usr/sbin/virtqemud")), Some(true));
+        assert_eq!(is_ended_by_libvirt(&line("/usr/lib/systemd/systemd")), Some(false));
+        assert_eq!(is_ended_by_libvirt(&(line("/usr/sbin/libvirtd") + &line("<unknown process>"))), Some(false));
+        assert_eq!(is_ended_by_libvirt("2026: shutting down, reason=shutdown\n"), Some(true));
+        for unknown in ["", "2026: starting up\n", "2026: shutting down, reason=crashed\n"] {
+            assert_eq!(is_ended_by_libvirt(unknown), None, "{unknown}");
+        }
     }
 }

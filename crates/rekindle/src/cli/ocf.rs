@@ -85,7 +85,7 @@ pub struct OcfResource {
     /// Its definition [default: /etc/rekindle/NAME.toml].
     #[arg(long, value_name = "FILE", conflicts_with = "libvirt")]
     pub definition: Option<PathBuf>,
-    /// Not a VM with a definition, but a domain of libvirt (qemu:///system), which is attached as the VM.
+    /// The domain of libvirt (qemu:///system) that is the resource, instead of a VM with a definition.
     #[arg(long, value_name = "DOMAIN", value_parser = domain_name, conflicts_with = "output_commit")]
     pub libvirt: Option<String>,
     #[command(flatten)]
@@ -98,11 +98,13 @@ pub struct OcfResource {
     pub within: Span,
 }
 
-/// Parses the name of a domain. libvirt has files with this name, and would take a number or a UUID for one.
+/// Parses the name of a domain. libvirt has files with this name, and would take digits for an ID.
 fn domain_name(text: &str) -> Result<String, String> {
     let is_uuid = text.len() == 36 && text.chars().all(|c| c == '-' || c.is_ascii_hexdigit());
     if text.is_empty() || text.contains('/') || text.chars().all(|c| c.is_ascii_digit()) || is_uuid {
-        return Err("not a domain's name; its number or UUID is not accepted".into());
+        return Err(
+            "not a domain's name; give the name that `virsh list --all --name` prints, not a number or a UUID".into()
+        );
     }
     Ok(text.to_owned())
 }

@@ -105,6 +105,9 @@ fn plan_stop(host: &Host, resource: &Resource, how: stop::StopMethod) -> Result<
         stop::StopMethod::Suspend => "take a last checkpoint",
         stop::StopMethod::ShutDown => "shut its guest down",
     };
+    if let Ok(Some(stray)) = stop::stray(host, resource) {
+        return Ok(format!("shut the guest down, and kill its QEMU if that takes too long: {stray}"));
+    }
     match stoppable(host, resource.name.as_str()) {
         Ok(Stoppable::Guest(pid)) => Ok(format!("{first_step}, and end QEMU process {pid}")),
         Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),

@@ -149,6 +149,11 @@ pub enum OverlayDisksError {
          (docs/protect-attached.md, Copying the newest disk)", directory.display()
     )]
     NewestUncertain { directory: PathBuf, why: &'static str },
+    #[error(
+        "the domain's definition has the disk on overlay {}, which does not exist any more: another node has merged it into \
+         the image. Put the definition on the image: virsh edit", file.display()
+    )]
+    OverlayGone { file: PathBuf },
     #[error("cannot make or merge an overlay: qemu-img {why}")]
     QemuImg { why: String },
     #[error(transparent)]

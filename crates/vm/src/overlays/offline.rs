@@ -4,8 +4,8 @@
 //! open (claims, checks) ──> merge (no checkpoint has its disk any more) ──> (libvirt's definition) ──> finish
 //! ```
 //!
-//! The image stays fenced until libvirt has the disk on it, and has all writes by then. So each step can be repeated after
-//! a kill, and the domain cannot be started on the image alone before.
+//! The image stays fenced until it has all writes and libvirt's definition is on it. Until then the domain cannot be started
+//! on the image alone, and each step can be repeated after a kill.
 
 use super::record::{OVERLAY_DIRECTORY_SUFFIX, directory_next_to, running_owner};
 use super::restore::{QEMU_WRITER_BYTE, output_of, qemu_img_of, run};
@@ -24,8 +24,7 @@ use std::process::Command;
 pub struct OfflineOverlays {
     directory: OverlayDirectory<LocalFiles>,
     image: PathBuf,
-    /// The newest overlay and those below it, newest first; with the name of the image that the oldest one has. `None` if
-    /// no overlay is left.
+    /// The newest overlay, and the image below the oldest one. `None` if no overlay is left.
     chain: Option<Chain>,
 }
 
@@ -52,8 +51,8 @@ impl OfflineOverlays {
         let overlay_directory = libvirt::directory_of_overlay(&file.to_string_lossy()).map(Path::to_owned);
         let path = overlay_directory.clone().unwrap_or_else(|| directory_next_to(file));
         let Some(directory) = OverlayDirectory::open(LocalFiles::new(&path, false))? else {
-            let epoch = || OverlayError::NoEpoch { path: path.clone(), epoch: 0 };
-            return if overlay_directory.is_some() { Err(epoch().into()) } else { Ok(None) };
+            let gone = || OverlayDisksError::OverlayGone { file: file.to_owned() };
+            return if overlay_directory.is_some() { Err(gone()) } else { Ok(None) };
         };
         let text = path.to_string_lossy();
         let image = text.strip_suffix(OVERLAY_DIRECTORY_SUFFIX).map(PathBuf::from);

@@ -46,7 +46,8 @@ impl<'a> Resource<'a> {
     fn start_on(&self, lab: &Lab) -> Value {
         let started = self.ocf_on(lab, "start", &[]).ok().json();
         self.ocf_on(lab, "monitor", &[]).ok();
-        assert_eq!(self.attached.domain.state(), "running");
+        // Checkpoints pause it for moments.
+        wait_for("libvirt to run it", DEADLINE, || (self.attached.domain.state() == "running").then_some(()));
         wait_for("the guest", DEADLINE, || self.attached.domain.is_up().then_some(()));
         started
     }
@@ -173,7 +174,9 @@ fn a_running_domain_becomes_a_resource_and_one_that_was_started_again_is_shut_do
     dom.ocf("monitor", &[]).status(1).prints(&["the cluster has not started it"]);
     dom.ocf("start", &[]).status(1).prints(&["let the cluster stop the resource"]);
     assert!(qemu.is_alive());
-    dom.ocf("stop", &[]).ok();
+    dom.ocf("stop", &["--dry-run"]).ok().prints(&["shut the guest down", "the cluster has not started it"]);
+    let stopped = dom.ocf("stop", &[]).ok().json();
+    assert!(stopped["lost"].as_str().unwrap().contains("outside of the cluster"), "{stopped}");
     assert!(dom.attached.domain.log().contains("reason=shutdown"), "{}", dom.attached.domain.log());
     assert_eq!(dom.attached.domain.state(), "shut off");
     dom.ocf("monitor", &[]).status(7);
@@ -182,10 +185,48 @@ fn a_running_domain_becomes_a_resource_and_one_that_was_started_again_is_shut_do
     dom.attached.virsh("start", &[]).unwrap();
     dom.attached.virsh("suspend", &[]).unwrap();
     let qemu = dom.attached.domain.process();
-    dom.ocf("stop", &[]).ok();
+    assert_eq!(dom.ocf("stop", &[]).ok().json()["ended"], "powered-off");
     assert!(!qemu.is_alive());
     assert_eq!(dom.attached.domain.state(), "shut off");
     dom.ocf("monitor", &[]).status(7);
+}
+
+#[test]
+fn a_domain_is_not_ended_by_the_store_of_another_vm() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let dom = Resource::new(&libvirt, &lab);
+    let other = lab.vm("other").write();
+    lab.rekindle(["run", other.to_str().unwrap()]).ok();
+    lab.rekindle(["protect", "other", "--store", dom.store.to_str().unwrap(), "--count", "1"]).ok();
+    dom.claim_elsewhere(Guest::Restored);
+    dom.attached.virsh("start", &[]).unwrap();
+    let qemu = dom.attached.domain.process();
+    dom.ocf("monitor", &[]).status(1).prints(&["belongs to VM other", "set the resource's own store"]);
+    dom.ocf("start", &[]).status(1);
+    assert!(qemu.is_alive());
+}
+
+#[test]
+fn a_domain_that_libvirt_may_still_start_is_not_off() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let dom = Resource::new(&libvirt, &lab);
+    // As after a request that the daemon has not answered.
+    let run_directory = lab.run_root().join("dom");
+    fs::create_dir_all(&run_directory).unwrap();
+    fs::write(run_directory.join("libvirt-start"), "").unwrap();
+    dom.ocf("monitor", &[]).status(1).prints(&["may still start it"]);
+    dom.ocf("start", &[]).status(1).prints(&["may still start it"]);
+    let daemon = libvirt.daemon().unwrap();
+    daemon.stop().unwrap();
+    dom.ocf("stop", &[]).status(1).prints(&["may still start it"]);
+    daemon.resume().unwrap();
+    dom.ocf("stop", &[]).ok();
+    dom.ocf("monitor", &[]).status(7);
+    assert!(!run_directory.exists());
+    assert_eq!(dom.start_on(&lab)["started"], "booted");
+    dom.ocf("stop", &[]).ok();
 }
 
 #[test]
@@ -300,8 +341,13 @@ fn a_guest_that_has_shut_down_is_booted_with_its_newest_disks() {
     assert_eq!(stopped.json()["how"], "shut-down", "{stopped}");
     assert_eq!(dom.attached.domain.state(), "shut off");
 
+    let log = dom.attached.domain.log();
     let started = dom.start_on(&lab);
-    assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
+    assert_eq!(
+        (&started["started"], &started["why"]),
+        (&"booted".into(), &"it was shut down cleanly".into()),
+        "{stopped}\n{log}"
+    );
     let second = dom.boot_id();
     assert_ne!(second, boot);
     assert_eq!(read_both(guest), expected);
