@@ -9,7 +9,7 @@
 //! The namespace has no `/dev/kvm`. Where root may use it and libvirt's user may not, libvirt 9.0 takes what it has found
 //! out about each QEMU binary for outdated whenever it starts, and queries all of them again.
 
-use crate::micro::{self, KERNEL, KERNEL_OPTIONS, ONE_CPU, exchange, free_port};
+use crate::micro::{self, KERNEL, KERNEL_OPTIONS, ONE_CPU, TWO_CPUS, exchange, free_port};
 use crate::{DEADLINE, poll, tools};
 use nix::sched::{CloneFlags, unshare};
 use rekindle_kernel::process::Process;
@@ -209,7 +209,8 @@ pub struct DomainOptions<'a> {
     pub devices: &'a str,
     /// libvirt's XML of elements next to `<memory>`, such as `<memoryBacking>`, or an empty text.
     pub memory_backing: &'a str,
-    /// Whether the guest uses both of its processors from its boot on, and so two queues of a network card that has them.
+    /// Whether the guest uses both of its processors from the end of its kernel's boot on, and so two
+    /// queues of a network card that has them.
     pub both_processors: bool,
     /// What starts the guest's kernel.
     pub firmware: Firmware,
@@ -275,7 +276,7 @@ impl<'a> DomainOptions<'a> {
     /// of type `user` cannot. That card comes after a tap's on the bus.
     fn xml(&self, name: &str, port: u16, reach: &Reach) -> String {
         let Self { emulator, devices, memory_backing, .. } = self;
-        let processors = if self.both_processors { "" } else { ONE_CPU };
+        let processors = if self.both_processors { TWO_CPUS } else { ONE_CPU };
         let (emulator, guest_port) = (emulator.display(), micro::PORT);
         let (firmware, kernel) = (self.firmware.xml(), self.firmware.kernel());
         let Reach { kernel_options, interface, .. } = reach;

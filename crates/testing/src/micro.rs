@@ -17,6 +17,8 @@ pub const KERNEL: &str = "vmlinux";
 /// kernel boots, QEMU's emulation fails once in about 150 boots: a timer does not fire (`rcu_preempt detected stalls`),
 /// or QEMU ends with an assertion (`iotlb_to_section`).
 pub(crate) const ONE_CPU: &str = "maxcpus=1";
+/// Kernel options with which the second processor runs from the end of the kernel's boot on.
+pub const TWO_CPUS: &str = "maxcpus=1 rekindle.online=1";
 /// Kernel options of each guest. On a busy host, a kernel under TCG may panic when it checks its timer
 /// (`IO-APIC + timer doesn't work`); under KVM it omits the check by itself.
 pub const KERNEL_OPTIONS: &str = "console=ttyS0 quiet no_timer_check";

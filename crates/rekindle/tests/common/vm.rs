@@ -3,7 +3,7 @@
 use super::bridge::Bridge;
 use super::guest::Guest;
 use super::lab::Lab;
-use rekindle_testing::micro::{self, KERNEL_OPTIONS};
+use rekindle_testing::micro::{self, KERNEL_OPTIONS, TWO_CPUS};
 use rekindle_testing::tools::qemu_new;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -109,6 +109,11 @@ impl<'a> Vm<'a> {
     pub fn net_key(mut self, line: &str) -> Self {
         self.net_keys += &format!("{line}\n");
         self
+    }
+
+    /// Gives the VM two processors, and a network card with three queues, of which the guest uses two.
+    pub fn queues(self) -> Self {
+        self.key("vcpus = 2").append(TWO_CPUS).net_key("queues = 3")
     }
 
     /// Puts the VM's tap into a bridge, over which the lab reaches the guest.

@@ -207,7 +207,7 @@ fn a_guest_moves_to_another_host_and_back() {
 
 #[test]
 fn a_guest_moves_with_the_queues_of_its_card() {
-    let pair = Pair::of("queues", |vm| vm.key("vcpus = 2").net_key("queues = 3"));
+    let pair = Pair::of("queues", |vm| vm.queues());
     let guest = pair.boot();
     guest.touch("24M");
     let boot = guest.boot_id();

@@ -64,7 +64,7 @@ fn guest<'a>(lab: &'a Lab, name: &str, image: &Path) -> Guest<'a> {
 fn a_guest_with_several_queues_resumes_from_a_phase() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
-    let vm = lab.vm("queues").key("vcpus = 2").net_key("queues = 3");
+    let vm = lab.vm("queues").queues();
     let guest = vm.section(PHASES).section(&section(&path, "")).boot(&[]);
     announce(&guest);
     for _ in 0..2 {

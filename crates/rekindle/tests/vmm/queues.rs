@@ -7,7 +7,7 @@ use rekindle_testing::traffic::{ECHO_PORT, Stream};
 
 /// Boots a guest with two processors and three queues, of which it uses two.
 fn boot<'a>(lab: &'a Lab, name: &str) -> Guest<'a> {
-    let guest = lab.vm(name).key("vcpus = 2").net_key("queues = 3").boot(&[]);
+    let guest = lab.vm(name).queues().boot(&[]);
     assert_queues(&guest);
     guest
 }
