@@ -186,24 +186,22 @@ impl Rewriter<'_> {
         self.block_nodes.insert(name.to_owned(), OptionAt { position, options });
     }
 
-    /// Rejects drives whose medium, images, tray or limits have changed since the start, and were not followed.
+    /// Rejects drives whose medium, images or tray have changed since the start, and were not followed.
     pub(super) fn check_disks(&mut self) {
         let facts = self.facts;
         let devices: Vec<Options> = self.devices.iter().map(|device| device.options.clone()).collect();
         let nodes = self.block_nodes.keys().cloned().collect();
         self.obstacles.extend(disk_differences(&devices, &nodes, &facts.machine.disks));
-        let is_limit = |key: &str| key.starts_with("throttling.") || ["bps", "iops"].contains(&key);
-        let limits_are_given = self.drives.iter().any(|drive| drive.keys().into_iter().any(is_limit));
         for drive in &facts.drives {
-            for why in self.changes_of(drive, limits_are_given) {
+            for why in self.changes_of(drive) {
                 self.refuse(format!("disk {}", drive.device), why);
             }
         }
     }
 
     /// Returns why a drive cannot be taken over.
-    fn changes_of(&self, drive: &Drive, limits_are_given: bool) -> Vec<String> {
-        let Drive { device, file, nodes, tray_open, is_limited, .. } = drive;
+    fn changes_of(&self, drive: &Drive) -> Vec<String> {
+        let Drive { device, file, nodes, tray_open, .. } = drive;
         let mut changes = Vec::new();
         let given_node = self.node_of(device);
         let is_plugged = self.facts.plugged.iter().any(|plugged| device.split('/').any(|part| part == plugged.id));
@@ -218,13 +216,6 @@ impl Rewriter<'_> {
             changes.push(
                 "its backing images have changed while the guest ran (blockpull, blockcommit), and not all can be opened \
                  again (raw and qcow2 in files and block devices can): shut the guest down and start it again"
-                    .into(),
-            );
-        }
-        if *is_limited && !limits_are_given {
-            changes.push(
-                "its rate was limited while the guest ran, and Rekindle does not carry limits over yet: remove them \
-                 (virsh blkdeviotune)"
                     .into(),
             );
         }

@@ -51,8 +51,6 @@ pub struct Drive {
     pub storages: BTreeMap<String, String>,
     /// Whether the tray is open.
     pub tray_open: bool,
-    /// Whether its rate is limited.
-    pub is_limited: bool,
 }
 
 /// Reads the facts of `adopted`'s machine.
@@ -95,10 +93,7 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
 /// Reads an entry of `query-block`, and that of the same drive in `query-blockstats`. `None` if the guest does not see
 /// the drive.
 fn drive(entry: &Value, chains: &[Value]) -> Option<Drive> {
-    /// Members of `inserted` that are 0 without a limit.
-    const LIMITS: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
     let text = |pointer: &str| entry.pointer(pointer).and_then(Value::as_str).filter(|text| !text.is_empty());
-    let limit = |name: &&str| entry.pointer(&format!("/inserted/{name}")).and_then(Value::as_u64).unwrap_or(0);
     let name = device_name(entry);
     let chain = chains.iter().find(|chain| name.is_some() && device_name(chain) == name);
     Some(Drive {
@@ -107,7 +102,6 @@ fn drive(entry: &Value, chains: &[Value]) -> Option<Drive> {
         nodes: chain.map(node_names).unwrap_or_default(),
         storages: chain.map(storage_nodes).unwrap_or_default(),
         tray_open: entry.get("tray_open").and_then(Value::as_bool).unwrap_or(false),
-        is_limited: LIMITS.iter().any(|name| limit(name) > 0),
     })
 }
 
@@ -119,19 +113,19 @@ mod tests {
     #[test]
     fn entries_of_query_block() {
         let disk = json!({"device": "", "qdev": "/machine/peripheral/virtio-disk0/virtio-backend",
-            "inserted": {"file": "/images/a", "bps": 0, "iops_wr": 7}});
+            "inserted": {"file": "/images/a"}});
         let device = "/machine/peripheral/virtio-disk0/virtio-backend".to_owned();
         let file = Some("/images/a".to_owned());
         let chain = json!({"qdev": "/machine/peripheral/virtio-disk0/virtio-backend", "node-name": "top",
             "parent": {"node-name": "top-file"}, "backing": {"node-name": "base", "parent": {"node-name": "base-file"}}});
         let nodes = vec!["top".to_owned(), "base".to_owned()];
         let storages = nodes.iter().map(|node| (node.clone(), format!("{node}-file"))).collect();
-        let expected = Drive { device, file, nodes, storages, tray_open: false, is_limited: true };
+        let expected = Drive { device, file, nodes, storages, tray_open: false };
         assert_eq!(drive(&disk, &[chain]), Some(expected));
         let empty = json!({"device": "ide1-cd0", "tray_open": true});
         let device = "ide1-cd0".to_owned();
         let (nodes, storages) = (Vec::new(), BTreeMap::new());
-        let expected = Drive { device, file: None, nodes, storages, tray_open: true, is_limited: false };
+        let expected = Drive { device, file: None, nodes, storages, tray_open: true };
         assert_eq!(drive(&empty, &[]), Some(expected));
         assert_eq!(drive(&json!({"device": "", "inserted": {"file": "/images/a"}}), &[]), None);
     }

@@ -23,8 +23,26 @@ const REPORTED_THREAD_SETTINGS: [&str; 4] = ["poll-max-ns", "poll-grow", "poll-s
 /// Settings of an I/O thread that only QOM has. They are set in the order of their names: the maximum first, which must
 /// never be below the minimum.
 const OTHER_THREAD_SETTINGS: [&str; 2] = ["thread-pool-max", "thread-pool-min"];
-/// Limits of a disk's rate in `query-block`; 0 or absent without a limit.
+/// Limits of a disk's rate in `query-block`, and so arguments of `block_set_io_throttle`; 0 without a limit.
 const LIMITS: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
+/// What else `query-block` has of a limited rate: bursts, the size of a request that counts as several, and the name of the
+/// group of disks that share the limits.
+const MORE_LIMITS: [&str; 14] = [
+    "bps_max",
+    "bps_rd_max",
+    "bps_wr_max",
+    "iops_max",
+    "iops_rd_max",
+    "iops_wr_max",
+    "bps_max_length",
+    "bps_rd_max_length",
+    "bps_wr_max_length",
+    "iops_max_length",
+    "iops_rd_max_length",
+    "iops_wr_max_length",
+    "iops_size",
+    "group",
+];
 /// Members of a block node that only a manager changes. Its size is not among them: an image grows.
 const NODE_MEMBERS: [&str; 5] = ["drv", "file", "ro", "cache", "detect_zeroes"];
 
@@ -57,6 +75,8 @@ pub enum Item {
     Property { object: String, name: String },
     #[error("write threshold of image {0}")]
     WriteThreshold(String),
+    #[error("rate limits of disk {0}")]
+    Limits(String),
 }
 
 /// What a QEMU has at one moment.
@@ -173,10 +193,13 @@ impl Inventory {
             let inserted = drive.get("inserted").unwrap_or(&Value::Null);
             let chain = chains.get(&name).copied().unwrap_or(&Value::Null);
             let size = inserted.pointer("/image/virtual-size").cloned().unwrap_or_default();
-            let machine = json!({"images": images(chain, &nodes), "size": size, "limits": limits(inserted)});
+            let machine = json!({"images": images(chain, &nodes), "size": size});
             let process = json!({"nodes": node_names(chain), "tray": drive.get("tray_open")});
             self.machine.insert(Item::Drive(name.clone()), machine);
-            self.process.insert(Item::Drive(name), process);
+            self.process.insert(Item::Drive(name.clone()), process);
+            if !inserted.is_null() {
+                self.settings.insert(Item::Limits(name), limits(inserted));
+            }
         }
     }
 
@@ -222,11 +245,13 @@ impl Inventory {
     }
 
     /// Gives another QEMU of the machine the settings that a manager may have changed since the start: the interval of
-    /// balloon statistics, those of I/O threads, and write thresholds. A setting that it does not know is left out.
+    /// balloon statistics, those of I/O threads, write thresholds, and the rate limits of disks. A setting that it does not
+    /// know is left out.
     ///
     /// # Errors
     /// When QEMU does not answer or returns an error.
     pub fn apply_settings(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let drives: Vec<Value> = qmp.execute("query-block", ())?;
         for (item, value) in &self.settings {
             match item {
                 Item::Property { object, name } if is_set(name, value) => match property(qmp, object, name) {
@@ -241,6 +266,12 @@ impl Inventory {
                 Item::WriteThreshold(node) => {
                     let arguments = json!({"node-name": node, "write-threshold": value});
                     qmp.execute::<Value>("block-set-write-threshold", arguments)?;
+                }
+                Item::Limits(name) => {
+                    let drive = drives.iter().find(|drive| device_name(drive).as_ref() == Some(name));
+                    if let Some(arguments) = drive.and_then(|drive| change_of_limits(drive, value)) {
+                        qmp.execute::<Value>("block_set_io_throttle", arguments)?;
+                    }
                 }
                 _ => {}
             }
@@ -330,9 +361,28 @@ fn images(chain: &Value, nodes: &BTreeMap<String, &Value>) -> Value {
     json!({"node": image, "file": file, "backing": backing})
 }
 
+/// Returns the rate limits of a member `inserted` of `query-block`.
 fn limits(inserted: &Value) -> Value {
-    let limits = LIMITS.iter().map(|name| inserted.get(name).and_then(Value::as_u64).unwrap_or(0));
-    limits.collect::<Vec<_>>().into()
+    let is_limited = |name: &&str| inserted.get(name).and_then(Value::as_u64).is_some_and(|limit| limit > 0);
+    let mut limits = members(inserted, if LIMITS.iter().any(is_limited) { &MORE_LIMITS } else { &[] });
+    for name in LIMITS {
+        limits[name] = inserted.get(name).cloned().unwrap_or_else(|| 0.into());
+    }
+    limits
+}
+
+/// Returns the arguments of the command that gives an entry of `query-block` the limits `wanted`. `None` if it has them.
+fn change_of_limits(drive: &Value, wanted: &Value) -> Option<Value> {
+    let inserted = drive.get("inserted")?;
+    if limits(inserted) == *wanted {
+        return None;
+    }
+    let mut arguments = wanted.clone();
+    match drive.get("qdev") {
+        Some(path) => arguments["id"] = path.clone(),
+        None => arguments["device"] = drive.get("device")?.clone(),
+    }
+    Some(arguments)
 }
 
 fn members(value: &Value, names: &[&str]) -> Value {
@@ -435,7 +485,6 @@ mod tests {
         assert_eq!(changed(|answers| answers.nodes[3]["file"] = "/other.raw".into()).1, disk);
         assert_eq!(changed(|answers| answers.nodes[2]["ro"] = false.into()).1, disk);
         assert_eq!(changed(|answers| answers.nodes[2]["drv"] = "qcow2".into()).1, disk);
-        assert_eq!(changed(|answers| answers.block[0]["inserted"]["bps"] = 7.into()).1, disk);
         // Another QEMU makes up other names.
         let renamed = |answers: &mut Answers| {
             answers.nodes[3]["node-name"] = "#block042".into();
@@ -469,6 +518,30 @@ mod tests {
         assert_eq!(differences, Vec::<String>::new());
         assert!(!is_set("poll-grow", &0.into()));
         assert!(is_set("poll-max-ns", &0.into()) && is_set(BALLOON_INTERVAL, &5.into()));
+    }
+
+    #[test]
+    fn limits_are_compared_in_one_qemu_and_set_in_another_one() {
+        let (changes, differences) = changed(|answers| answers.block[0]["inserted"]["bps"] = 7.into());
+        assert_eq!(changes, owned(&["rate limits of disk virtio-disk0"]));
+        assert_eq!(differences, Vec::<String>::new());
+
+        let none = json!({"bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
+        let limited = json!({"bps": 0, "bps_rd": 9, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
+            "bps_rd_max": 99, "bps_rd_max_length": 2, "iops_size": 4096, "group": "shared"});
+        let drive = |qdev: Value, inserted: &Value| json!({"device": "d", "qdev": qdev, "inserted": inserted});
+        let with = |limits: &Value, name: &str, value: &str| {
+            let mut arguments = limits.clone();
+            arguments[name] = value.into();
+            arguments
+        };
+        assert_eq!(limits(&json!({"iops_size": 4096})), none);
+        assert_eq!(change_of_limits(&drive("/q".into(), &limited), &limits(&limited)), None);
+        assert_eq!(change_of_limits(&drive("/q".into(), &none), &limited), Some(with(&limited, "id", "/q")));
+        assert_eq!(change_of_limits(&drive("/q".into(), &limited), &none), Some(with(&none, "id", "/q")));
+        let without_path = json!({"device": "d", "inserted": none});
+        assert_eq!(change_of_limits(&without_path, &limited), Some(with(&limited, "device", "d")));
+        assert_eq!(change_of_limits(&json!({"device": "d"}), &limited), None);
     }
 
     #[test]

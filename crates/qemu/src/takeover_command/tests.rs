@@ -292,18 +292,17 @@ fn what_changed_while_the_guest_ran_is_named() {
     let mut facts = facts(&["plugged", "disk", "cd"]);
     facts.machine.backends.push(RamBackend { id: "dimm".into(), bytes: MIB });
     facts.machine.disks = vec![CurrentDisk { device: "disk".into(), node: "snapshot".into() }];
-    let drive = |device: &str, file: Option<&str>, nodes: &[&str], is_limited| Drive {
+    let drive = |device: &str, file: Option<&str>, nodes: &[&str]| Drive {
         device: device.into(),
         file: file.map(str::to_owned),
         nodes: nodes.iter().map(|name| (*name).to_owned()).collect(),
         storages: BTreeMap::new(),
         tray_open: false,
-        is_limited,
     };
-    facts.drives = vec![drive("disk", Some("/overlay"), &["snapshot", "base"], true), drive("cd", None, &[], false)];
+    facts.drives = vec![drive("disk", Some("/overlay"), &["snapshot", "base"]), drive("cd", None, &[])];
     let options = "-blockdev file,node-name=base,filename=/d -device virtio-blk-pci,id=disk,drive=base \
                    -drive if=none,id=iso,file=/i -device ide-cd,id=cd,drive=iso";
-    let expected = ["device plugged", "disk cd", "disk disk", "disk disk", "memory backend dimm"];
+    let expected = ["device plugged", "disk cd", "disk disk", "memory backend dimm"];
     assert_eq!(refused(options, &facts, &[]), expected);
 }
 

@@ -69,7 +69,6 @@ impl Line {
                     nodes: text(&drive["node"]).into_iter().collect(),
                     storages: BTreeMap::new(),
                     tray_open: drive["tray_open"].as_bool().unwrap(),
-                    is_limited: drive["limits"].as_bool().unwrap(),
                 })
                 .collect(),
             nodes: BTreeMap::new(),

@@ -163,7 +163,8 @@ fn backing_images_are_kept_and_snapshots_and_block_jobs_since_the_start_are_foll
 fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
     let libvirt = PrivateLibvirt::start();
     fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
-    let devices = DEVICES.replace("cache='none'", "cache='none' iothread='1'");
+    let iotune = "<iotune><write_iops_sec>70</write_iops_sec></iotune><target dev='vda'";
+    let devices = DEVICES.replace("cache='none'", "cache='none' iothread='1'").replace("<target dev='vda'", iotune);
     let options = DomainOptions {
         devices: &devices,
         memory_backing: "<iothreads>2</iothreads>",
@@ -175,6 +176,9 @@ fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
     libvirt.virsh(&["domblkthreshold", name, "vda", "1048576"]);
     libvirt.virsh(&["iothreadset", name, "1", "--poll-max-ns", "50000", "--live"]);
     libvirt.virsh(&["iothreadpin", name, "1", "0", "--live"]);
+    let limits = ["--read-bytes-sec", "900000", "--read-bytes-sec-max", "1000000"];
+    libvirt.virsh(&[&["blkdeviotune", name, "vda", "--live"][..], &limits].concat());
+    let limits = libvirt.virsh(&["blkdeviotune", name, "vda"]);
     replace(&domain);
     wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
     let balloon = json!({"path": "/machine/peripheral/balloon0", "property": "guest-stats-polling-interval"});
@@ -187,6 +191,18 @@ fn settings_without_an_option_are_kept_and_what_cannot_be_kept_is_named() {
     let status = format!("/proc/{}/task/{}/status", domain.process().pid, thread["thread-id"]);
     let status = fs::read_to_string(status).unwrap();
     assert!(status.lines().any(|line| line.split_whitespace().eq(["Cpus_allowed_list:", "0"])), "{status}");
+
+    let assert_limit = |name: &str, limit: &str| {
+        assert!(limits.lines().any(|line| line.split_whitespace().eq([name, ":", limit])), "{limits}");
+    };
+    assert_limit("read_bytes_sec", "900000");
+    assert_limit("write_iops_sec", "70");
+    assert_eq!(libvirt.virsh(&["blkdeviotune", name, "vda"]), limits);
+    let none = ["--read-bytes-sec", "0", "--read-bytes-sec-max", "0", "--write-iops-sec", "0"];
+    libvirt.virsh(&[&["blkdeviotune", name, "vda", "--live"][..], &none].concat());
+    let unlimited = libvirt.virsh(&["blkdeviotune", name, "vda"]);
+    replace(&domain);
+    assert_eq!(libvirt.virsh(&["blkdeviotune", name, "vda"]), unlimited);
 
     libvirt.virsh(&["memtune", name, "--hard-limit", "2097152", "--live"]);
     reject(&domain, "virsh memtune");

@@ -42,7 +42,6 @@ fn rewritten(blockdevs: &[&str], device: &str, images: &[Node]) -> Result<Comman
         nodes: images.iter().map(|image| image.name.into()).collect(),
         storages: Default::default(),
         tray_open: false,
-        is_limited: false,
     };
     for Node { name, driver, file, read_only } in images {
         let cache = CacheMode { direct: true, no_flush: false };

@@ -36,8 +36,7 @@ fn add_image(facts: &mut RunningFacts, path: &str) {
     let device = "/machine/peripheral/disk/virtio-backend".to_owned();
     let storages = BTreeMap::from([("top".to_owned(), "top-s".to_owned())]);
     let nodes = vec!["top".to_owned()];
-    facts.drives =
-        vec![Drive { device, file: Some(path.into()), nodes, storages, tray_open: false, is_limited: false }];
+    facts.drives = vec![Drive { device, file: Some(path.into()), nodes, storages, tray_open: false }];
     let cache = CacheMode { direct: true, no_flush: false };
     for (name, driver) in [("top", "qcow2"), ("top-s", if path.starts_with('/') { "file" } else { "nbd" })] {
         let node = BlockNode {
