@@ -9,6 +9,9 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+/// libvirt's prefix of the ids of QEMU's character devices; the alias of the device follows.
+pub const CHARDEV_PREFIX: &str = "char";
+
 /// Returns the domain's QEMU, or `None` if it has ended: another process with its number does not have the domain's UUID
 /// on its command line.
 #[must_use]

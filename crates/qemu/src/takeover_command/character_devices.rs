@@ -21,7 +21,7 @@ impl Rewriter<'_> {
         if let Some(path) = pid_file::of_id(&id) {
             self.pid_file = Some(path);
         }
-        if id.starts_with(OWN_ID_PREFIX) {
+        if id.starts_with(OWN_ID_PREFIX) || self.facts.removed_ports.contains(&id) {
             return;
         }
         let what = format!("-chardev {id}");
@@ -80,7 +80,7 @@ impl Rewriter<'_> {
 
     /// Changes a character device so that two QEMUs can have it. Returns whether it was changed; `None` after an obstacle
     /// was added.
-    fn pass_chardev(&mut self, what: &str, chardev: &mut Options) -> Option<bool> {
+    pub(super) fn pass_chardev(&mut self, what: &str, chardev: &mut Options) -> Option<bool> {
         let mut is_changed = false;
         if chardev.get("logfile").is_some() && chardev.get("logappend").as_deref() != Some("on") {
             chardev.set("logappend", "on");

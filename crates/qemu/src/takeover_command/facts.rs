@@ -3,6 +3,7 @@
 use super::inventory::{device_name, node_names, storage_nodes};
 use super::networks::{ChangedNetworks, PluggedNetwork};
 use super::plugged::{self, Plugged, PluggedDevice};
+use super::plugged_ports::{ChangedPorts, PortEnd};
 use super::vnc::{self, VncServer};
 use crate::adopt::Adopted;
 use crate::block::graph::{self, BlockNode};
@@ -34,6 +35,10 @@ pub struct RunningFacts {
     pub plugged_networks: BTreeMap<String, PluggedNetwork>,
     /// The networks of the command line that QEMU does not have any more.
     pub removed_networks: BTreeSet<String>,
+    /// The character devices of ports that were plugged in, by id.
+    pub plugged_ports: BTreeMap<String, PortEnd>,
+    /// Ids of character devices on the command line that are not to be made again as it states.
+    pub removed_ports: BTreeSet<String>,
     /// The options of the present objects that a manager adds and removes while the guest runs, by id.
     pub objects: BTreeMap<String, Options>,
 }
@@ -75,7 +80,10 @@ pub fn read_facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<RunningFacts, QmpE
     let members = |set: FdSet| (set.fdset_id, set.fds.into_iter().map(|member| member.fd).collect());
     let Plugged { devices: plugged, unnamed } = Plugged::read(&adopted.arguments, &machine.devices, qmp)?;
     let networks = ChangedNetworks::read(&adopted.arguments, &plugged, qmp)?;
+    let ports = ChangedPorts::read(&adopted.arguments, &plugged, qmp)?;
     Ok(RunningFacts {
+        plugged_ports: ports.plugged,
+        removed_ports: ports.removed,
         plugged_networks: networks.plugged,
         removed_networks: networks.removed,
         plugged,

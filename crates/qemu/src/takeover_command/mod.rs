@@ -15,7 +15,7 @@
 //! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
-//! | devices, networks | with those that were plugged in since the start, without those that were unplugged |
+//! | devices, networks, character devices | with those that were plugged in since the start, without those that were unplugged |
 //! | `-incoming`, `-loadvm`, `-daemonize`, `-pidfile` | `-incoming defer -S`, and Rekindle's own monitors |
 //!
 //! ([`crate::foreign`] derives a machine for *another* host from such a command line: without its sockets, files and
@@ -76,6 +76,7 @@ mod networks;
 mod open_files;
 mod pid_file;
 mod plugged;
+mod plugged_ports;
 mod rules;
 pub mod spice;
 mod tpm;
@@ -86,6 +87,7 @@ pub use inventory::{Inventory, Item};
 pub use networks::PluggedNetwork;
 pub use open_files::{MACVTAP_PREFIX, open_descriptors};
 pub use plugged::PluggedDevice;
+pub use plugged_ports::PortEnd;
 
 use crate::adopt::{Obstacle, obstacle_of_type};
 use crate::command::TapSlot;

@@ -302,9 +302,9 @@ pub(super) fn read_objects(qmp: &mut Qmp) -> Result<BTreeMap<String, Options>, Q
 
 impl Rewriter<'_> {
     /// Returns whether the rewritten command line has an option for the object with this id.
-    fn has_option(&self, option: &str, id: &str) -> bool {
-        let values = self.arguments.iter().zip(self.arguments.iter().skip(1)).filter(|(name, _)| *name == option);
-        let mut ids = values.filter_map(|(_, value)| Options::parse(value, "type").ok()?.get("id"));
+    fn has_object(&self, id: &str) -> bool {
+        let values = self.arguments.iter().zip(self.arguments.iter().skip(1)).filter(|(name, _)| *name == "-object");
+        let mut ids = values.filter_map(|(_, value)| Options::parse(value, "qom-type").ok()?.get("id"));
         ids.any(|other| other == id)
     }
 
@@ -320,7 +320,7 @@ impl Rewriter<'_> {
     fn follow_objects(&mut self) {
         let facts = self.facts;
         for (id, options) in &facts.objects {
-            if !self.has_option("-object", id) {
+            if !self.has_object(id) {
                 self.add("object", options.to_string());
             }
         }
@@ -331,6 +331,7 @@ impl Rewriter<'_> {
         self.leave_out_unplugged();
         self.follow_objects();
         self.add_plugged_networks();
+        self.add_plugged_ports();
         let facts = self.facts;
         for driver in &facts.plugged_without_id {
             let why = "it was plugged in while the guest ran: unplug it, or plug it in with an id";
@@ -343,11 +344,6 @@ impl Rewriter<'_> {
             }
             if device.text("netdev").is_some_and(|network| !facts.plugged_networks.contains_key(network)) {
                 self.refuse(format!("device {id}"), "QEMU does not list the network of this card: unplug it");
-            }
-            if device.text("chardev").is_some_and(|chardev| !self.has_option("-chardev", chardev)) {
-                let why = "it was plugged in while the guest ran, and Rekindle does not carry over its character device yet: \
-                           unplug it, or start the VM with it";
-                self.refuse(format!("device {id}"), why);
             }
             let options = device.options();
             self.arguments.push("-device".into());

@@ -11,7 +11,7 @@ use rekindle_qemu::takeover_command::{
     CommandLine, Destination, Drive, ListenAddress, RunningFacts, SourceDescriptor, rewrite,
 };
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::RawFd;
 use std::path::Path;
@@ -71,14 +71,10 @@ impl Line {
                     tray_open: drive["tray_open"].as_bool().unwrap(),
                 })
                 .collect(),
-            nodes: BTreeMap::new(),
             fd_sets: fd_sets(&file["fd_sets"]),
             vnc_servers: serde_json::from_value(file["vnc_servers"].clone()).unwrap_or_default(),
-            plugged: Vec::new(),
-            plugged_without_id: Vec::new(),
-            plugged_networks: BTreeMap::new(),
-            removed_networks: BTreeSet::new(),
             objects: objects(&texts(&file["arguments"])),
+            ..RunningFacts::default()
         };
         let open = file["descriptors"].as_object().unwrap().iter();
         Self {

@@ -7,7 +7,7 @@ use crate::unprepared::{DESTINATION_GENERATION, UnpreparedError, preflight_error
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::guest;
 use rekindle_qemu::monitor::Monitor;
-use rekindle_qemu::takeover_command::CommandLine;
+use rekindle_qemu::takeover_command::{CommandLine, RunningFacts};
 use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
 use std::path::{PathBuf, absolute};
@@ -46,7 +46,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &BareOptions) -> Result<
     let mut pid_file = None;
     let label = format!("{}-{}-{DESTINATION_GENERATION}", process.pid, process.started);
     let subject = Subject { name, adopted, qmp, binary, label, socket_directory: None };
-    let of_manager = |line: &CommandLine| {
+    let of_manager = |line: &CommandLine, _: &RunningFacts| {
         pid_file = line.pid_file.as_ref().map(PathBuf::from);
         let mut problems = password_problems(line);
         // It is relative to the directory in which QEMU was started, which is not known.

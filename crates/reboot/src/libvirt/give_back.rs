@@ -11,6 +11,7 @@ use crate::unprepared::give::{Passwords, end_source, give};
 use crate::unprepared::{passed, vnc};
 use rekindle_handover::Handover;
 use rekindle_kernel::process::Process;
+use rekindle_libvirt::domains::CHARDEV_PREFIX;
 use rekindle_libvirt::graphics_password::{GraphicsPassword, Server};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -27,8 +28,6 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long libvirt may take to pass a command on.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// libvirt's prefix of the ids of character devices; the alias of the device follows.
-const CHARDEV_PREFIX: &str = "char";
 
 /// A domain whose guest runs in the destination, which libvirt's record names. The daemon has yet to connect to it.
 pub(super) struct GivenBack {

@@ -2,7 +2,10 @@
 //! places of its memory.
 
 use crate::unprepared::LEASE_REMEDY;
+use rekindle_libvirt::domains::CHARDEV_PREFIX;
+use rekindle_qemu::takeover_command::PortEnd;
 use roxmltree::Document;
+use std::collections::BTreeMap;
 
 /// Returns what a status file has that a replacement would not keep.
 ///
@@ -37,6 +40,24 @@ pub(super) fn of_status(name: &str, status: &str) -> Result<Vec<String>, roxmltr
     Ok(problems)
 }
 
+/// Returns the ports with a log file, of those that were plugged in. QEMU does not report the log file of a character device.
+///
+/// # Errors
+/// If the status file is no XML.
+pub(super) fn logs(status: &str, plugged: &BTreeMap<String, PortEnd>) -> Result<Vec<String>, roxmltree::Error> {
+    let document = Document::parse(status)?;
+    let logs = document.descendants().filter(|node| node.has_tag_name("log"));
+    let aliases = logs.filter_map(|log| {
+        let alias = log.parent()?.children().find(|node| node.has_tag_name("alias"))?;
+        alias.attribute("name")
+    });
+    let plugged = aliases.filter(|alias| plugged.contains_key(&format!("{CHARDEV_PREFIX}{alias}")));
+    let problem = |alias| {
+        format!("the log file of device {alias}, which was plugged in, is not kept: start the domain with the device")
+    };
+    Ok(plugged.map(problem).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -44,6 +65,17 @@ mod tests {
     fn problems(inside: &str) -> Vec<String> {
         let status = format!("<domstatus state='running'>{inside}</domstatus>");
         of_status("web", &status).unwrap()
+    }
+
+    #[test]
+    fn log_files_of_plugged_ports_are_named() {
+        let port = |alias: &str, log: &str| format!("<channel>{log}<alias name='{alias}'/></channel>");
+        let log = "<log file='/var/log/port'/>";
+        let devices = [port("channel0", log), port("channel1", ""), port("channel2", log)].concat();
+        let status = format!("<domstatus><domain><devices>{devices}</devices></domain></domstatus>");
+        let plugged = ["charchannel1", "charchannel2"].map(|id| (id.to_owned(), PortEnd::Pty)).into();
+        let found = logs(&status, &plugged).unwrap();
+        assert!(found.len() == 1 && found[0].contains("channel2"), "{found:?}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::unprepared::inspect::{self, Inspected, Subject, check_run_directory};
 use crate::unprepared::{DESTINATION_GENERATION, UnpreparedError, preflight_error};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::monitor::Monitor;
-use rekindle_qemu::takeover_command::CommandLine;
+use rekindle_qemu::takeover_command::{CommandLine, RunningFacts};
 use rekindle_vm::definition::Name;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::DaemonRecord;
@@ -62,8 +62,9 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         label: format!("{}-{DESTINATION_GENERATION}", record.uuid),
         socket_directory: record.monitor.parent().map(Path::to_owned),
     };
-    let of_manager = |line: &CommandLine| {
+    let of_manager = |line: &CommandLine, facts: &RunningFacts| {
         let mut problems = graphics::password_problems(name, line, &status)?;
+        problems.extend(obstacles::logs(status.text(), &facts.plugged_ports).map_err(malformed)?);
         problems.extend(line.pid_file.iter().map(|path| format!("-pidfile {path}: libvirt does not use it")));
         Ok(problems)
     };

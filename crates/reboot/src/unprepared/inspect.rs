@@ -12,8 +12,8 @@ use rekindle_qemu::command::TapSlot;
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{
-    CommandLine, Descriptor, Destination, Inventory, ListenAddress, MACVTAP_PREFIX, SourceDescriptor, open_descriptors,
-    read_facts, rewrite,
+    CommandLine, Descriptor, Destination, Inventory, ListenAddress, MACVTAP_PREFIX, RunningFacts, SourceDescriptor,
+    open_descriptors, read_facts, rewrite,
 };
 use rekindle_qemu::vhost;
 use rekindle_vm::host::Host;
@@ -62,7 +62,7 @@ pub(crate) struct Subject<'a> {
 pub(crate) fn inspect(
     subject: Subject<'_>,
     mut problems: Vec<String>,
-    of_manager: impl FnOnce(&CommandLine) -> Result<Vec<String>, RebootError>,
+    of_manager: impl FnOnce(&CommandLine, &RunningFacts) -> Result<Vec<String>, RebootError>,
 ) -> Result<Inspected, RebootError> {
     let Subject { name, adopted, mut qmp, binary, label, socket_directory } = subject;
     let environment = ProcessEnvironment::of(adopted.process()).map_err(UnpreparedError::from)?;
@@ -87,7 +87,7 @@ pub(crate) fn inspect(
                 Ok(found) => emulator = found,
                 Err(problem) => problems.push(problem),
             }
-            problems.extend(of_manager(&line)?);
+            problems.extend(of_manager(&line, &facts)?);
             let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
             copy_bytes = room.needed_bytes;
             problems.extend(room.problems);

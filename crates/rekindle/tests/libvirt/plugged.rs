@@ -8,6 +8,7 @@ use rekindle_testing::{DEADLINE, wait_for};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -182,4 +183,58 @@ fn a_plugged_card_carries_traffic_in_each_qemu_and_unplugged_ones_leave_no_tap()
     unplug("52:54:00:00:02:04");
     replace_under_traffic(&domain, qemu_new());
     assert_eq!((open_taps(&domain), domain.ask("boot-id")), (2, boot_id));
+}
+
+/// Returns the ids and names of the domain's character devices, without those of Rekindle.
+fn ports_of(libvirt: &PrivateLibvirt, domain: &Domain<'_>) -> BTreeSet<String> {
+    let listed = qmp(libvirt, domain, "query-chardev", &json!({}));
+    let labels = listed.as_array().unwrap().iter().map(|device| device["label"].as_str().unwrap().to_owned());
+    labels.filter(|label| !label.starts_with("rekindle-")).collect()
+}
+
+#[test]
+fn plugged_ports_have_their_clients_in_each_qemu_and_unplugged_ones_are_left_out() {
+    let libvirt = PrivateLibvirt::start();
+    fs::write(format!("{IMAGES}/disk"), vec![0; 2 << 20]).unwrap();
+    let [old, newest] = [qemu_old(), qemu_newest()].map(accessible);
+    let domain = libvirt.boot(&DomainOptions { emulator: &old, devices: DEVICES, ..DomainOptions::new("ports") });
+    let (name, boot_id) = (domain.name.as_str(), domain.ask("boot-id"));
+    let change = |command: &str, xml: &str| {
+        fs::write("/run/port.xml", xml).unwrap();
+        libvirt.virsh(&[command, name, "/run/port.xml", "--live"]);
+    };
+    let socket = |path: &str| {
+        format!(
+            "<channel type='unix'><source mode='bind' path='{path}'/><target type='virtio' name='org.rekindle.test'/></channel>"
+        )
+    };
+    let first = socket("/var/lib/libvirt/qemu/first");
+    change("attach-device", "<channel type='pty'><target type='virtio' name='org.rekindle.pty'/></channel>");
+    change("attach-device", &first);
+    let [listed, plugged] = [ports_of(&libvirt, &domain), devices(&libvirt, &domain)];
+    assert!(["charchannel1", "charchannel2"].iter().all(|id| listed.contains(*id)), "{listed:?}");
+    for binary in [qemu_new(), &newest, &old] {
+        replace_by(&domain, binary);
+        assert_eq!(ports_of(&libvirt, &domain), listed);
+        assert_eq!(devices(&libvirt, &domain), plugged);
+        drop(UnixStream::connect("/var/lib/libvirt/qemu/first").unwrap());
+        let xml = libvirt.virsh(&["dumpxml", name]);
+        let port = xml.split_once("<channel type='pty'").unwrap().1;
+        let path = port.split_once("<source path='").unwrap().1.split_once('\'').unwrap().0;
+        assert!(fs::File::options().read(true).write(true).open(path).is_ok(), "{path}");
+    }
+    // Unplugged: a port of a QEMU's start. libvirt gives the next one its name.
+    change("detach-device", &first);
+    let is_unplugged = || (!ports_of(&libvirt, &domain).contains("charchannel2")).then_some(());
+    wait_for("the unplugged port", DEADLINE, is_unplugged);
+    let listed = ports_of(&libvirt, &domain);
+    replace_by(&domain, qemu_new());
+    assert_eq!(ports_of(&libvirt, &domain), listed);
+    change("attach-device", &socket("/var/lib/libvirt/qemu/second"));
+    let listed = ports_of(&libvirt, &domain);
+    assert!(listed.contains("charchannel2"));
+    replace_by(&domain, &newest);
+    assert_eq!(ports_of(&libvirt, &domain), listed);
+    drop(UnixStream::connect("/var/lib/libvirt/qemu/second").unwrap());
+    assert_eq!(domain.ask("boot-id"), boot_id);
 }
