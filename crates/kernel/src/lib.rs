@@ -12,7 +12,7 @@
 //!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), mapped files ([`mapping`]), large
 //!   buffers ([`large`]);
 //! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
-//! - libvirt's C library ([`libvirt_client`]).
+//! - libvirt's C library ([`libvirt_client`]); time limits for answers that may never come ([`patience`]).
 //!
 //! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
 //! their use.
@@ -38,6 +38,7 @@ pub mod netns;
 pub mod output;
 pub mod packet;
 pub mod pagemap;
+pub mod patience;
 pub mod process;
 pub mod sched;
 pub mod softdirty;

@@ -18,7 +18,7 @@ use super::{OverlayDisksError, OverlayEpoch, fence, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_kernel::file::is_locked;
@@ -34,6 +34,16 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use uuid::Uuid;
+
+/// The QEMU that has written the checkpoint's disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SourceQemu {
+    /// It must have ended.
+    Ended,
+    /// In a move, it keeps the stopped guest and its disks open until the guest runs here. It never writes to a file of the
+    /// checkpoint, only to the overlay of which the checkpoint has a copy.
+    Stopped,
+}
 
 /// The claimed disks of a checkpoint. On drop, the fresh overlays are removed, unless the guest may run on them.
 #[derive(Debug)]
@@ -59,8 +69,9 @@ impl RestoredOverlays {
     ///
     /// # Errors
     /// [`OverlayDisksError`] names the disk that is missing, newer than the checkpoint, or in use.
-    pub fn open(epochs: &[OverlayEpoch]) -> Result<Self, OverlayDisksError> {
-        Ok(Self { disks: epochs.iter().map(RestoredDisk::open).collect::<Result<_, _>>()? })
+    pub fn open(epochs: &[OverlayEpoch], source: SourceQemu) -> Result<Self, OverlayDisksError> {
+        let disks = epochs.iter().map(|at| RestoredDisk::open(at, source)).collect::<Result<_, _>>()?;
+        Ok(Self { disks })
     }
 
     /// Returns the overlays that the destination QEMU must open.
@@ -208,6 +219,8 @@ pub(super) fn output_of(mut command: Command) -> Result<Vec<u8>, OverlayDisksErr
 
 /// Byte that QEMU locks in a file that it may write.
 pub(super) const QEMU_WRITER_BYTE: u64 = 101;
+/// Byte that QEMU locks in a file that it reads.
+const QEMU_READER_BYTE: u64 = 100;
 
 /// Checks that no program can have changed the files of a libvirt domain's checkpoint, and that no QEMU writes to a
 /// newer overlay: libvirt may have started the domain again on its overlays.
@@ -215,6 +228,7 @@ fn check_fence(
     at: &OverlayEpoch,
     directory: &OverlayDirectory<LocalFiles>,
     below: &[u64],
+    source: SourceQemu,
 ) -> Result<(), OverlayDisksError> {
     let needed = below.iter().map(|epoch| directory.path_of(*epoch)).chain([at.image.clone()]);
     for file in needed {
@@ -222,14 +236,31 @@ fn check_fence(
             return Err(OverlayDisksError::FenceOpen { file });
         }
     }
-    for epoch in directory.epochs()? {
+    let copied_overlay = at.head().filter(|_| source == SourceQemu::Stopped).map(|head| head.epoch + 1);
+    for epoch in directory.epochs()?.into_iter().filter(|epoch| Some(*epoch) != copied_overlay) {
         let path = directory.path_of(epoch);
-        let is_written = File::open(&path).and_then(|file| is_locked(file, QEMU_WRITER_BYTE));
-        if is_written.map_err(OverlayDisksError::io(&path))? {
+        if is_locked_by_qemu(&path, QEMU_WRITER_BYTE)? {
             return Err(OverlayDisksError::DomainRuns { file: path });
         }
     }
     Ok(())
+}
+
+/// Keeps libvirt from starting a domain on the overlay at `path`, because another host has the guest. Does nothing if the path
+/// is no overlay, or if a QEMU writes to the file.
+///
+/// # Errors
+/// If the file's permissions cannot be changed.
+pub fn fence_discarded(path: &Path) -> Result<(), OverlayDisksError> {
+    let is_overlay = path.file_name().is_some_and(|name| epoch_of_file(&name.to_string_lossy()).is_some());
+    if !is_overlay || !path.exists() || is_locked_by_qemu(path, QEMU_WRITER_BYTE)? {
+        return Ok(());
+    }
+    fence::close(path)
+}
+
+fn is_locked_by_qemu(path: &Path, byte: u64) -> Result<bool, OverlayDisksError> {
+    File::open(path).and_then(|file| is_locked(file, byte)).map_err(OverlayDisksError::io(path))
 }
 
 /// An overlay that was made for a restored guest which has not run yet.
@@ -241,6 +272,10 @@ struct FreshOverlay {
     epoch: u64,
     /// The overlays are for one of these until another restore resumes its guest, which may have a file of this epoch.
     owners: Vec<String>,
+    /// The newest durable epoch. If it is another one now, the guest has continued in the source QEMU of a move, whose
+    /// checkpoints may have a file of this epoch.
+    #[serde(default)]
+    sealed: Option<u64>,
 }
 
 fn fresh_path(rundir: &RunDir) -> PathBuf {
@@ -266,16 +301,22 @@ impl FreshOverlay {
             Err(OverlayError::InUse { .. }) => return Ok(()),
             opened => opened?,
         };
-        let is_same = |state: &OverlayState| state.disk == self.disk && self.owners.contains(&state.owner);
-        match directory.filter(|directory| is_same(directory.state())) {
-            Some(directory) if directory.epochs()?.contains(&self.epoch) => Ok(directory.remove_overlay(self.epoch)?),
-            _ => Ok(()),
+        let is_same = |state: &OverlayState| {
+            let is_continued = self.sealed.is_some_and(|sealed| sealed != state.sealed);
+            state.disk == self.disk && self.owners.contains(&state.owner) && !is_continued
+        };
+        let Some(directory) = directory.filter(|directory| is_same(directory.state())) else { return Ok(()) };
+        if !directory.epochs()?.contains(&self.epoch) {
+            return Ok(());
         }
+        let path = directory.path_of(self.epoch);
+        let is_of_source = is_locked_by_qemu(&path, QEMU_READER_BYTE)? || is_locked_by_qemu(&path, QEMU_WRITER_BYTE)?;
+        if is_of_source { Ok(()) } else { Ok(directory.remove_overlay(self.epoch)?) }
     }
 }
 
 impl RestoredDisk {
-    fn open(at: &OverlayEpoch) -> Result<Self, OverlayDisksError> {
+    fn open(at: &OverlayEpoch, source: SourceQemu) -> Result<Self, OverlayDisksError> {
         let path = || at.directory.clone();
         let no_epoch = || OverlayError::NoEpoch { path: path(), epoch: at.id.epoch };
         let directory = OverlayDirectory::open(LocalFiles::new(&at.directory, false))?.ok_or_else(no_epoch)?;
@@ -283,12 +324,14 @@ impl RestoredDisk {
         if state.disk != at.id.disk {
             return Err(no_epoch().into());
         }
-        if let Some(pid) = running_owner(&state.owner)? {
+        if source == SourceQemu::Ended
+            && let Some(pid) = running_owner(&state.owner)?
+        {
             return Err(OverlayDisksError::InUse { pid, directory: path() });
         }
         let below = directory.overlays_of(at.id.epoch)?;
         if state.fence.is_some_and(|fence| fence.is_in_force) {
-            check_fence(at, &directory, &below)?;
+            check_fence(at, &directory, &below, source)?;
         }
         if let Some(head) = at.head()
             && !directory.has_head(head)?
@@ -300,8 +343,10 @@ impl RestoredDisk {
     }
 
     fn fresh(&self, owner: Option<&str>) -> FreshOverlay {
-        let owners = [self.directory.state().owner.as_str()].into_iter().chain(owner).map(str::to_owned).collect();
-        FreshOverlay { directory: self.directory.path().to_owned(), disk: self.at.id.disk, epoch: self.fresh, owners }
+        let state = self.directory.state();
+        let owners = [state.owner.as_str()].into_iter().chain(owner).map(str::to_owned).collect();
+        let (directory, sealed) = (self.directory.path().to_owned(), Some(state.sealed));
+        FreshOverlay { directory, disk: self.at.id.disk, epoch: self.fresh, owners, sealed }
     }
 
     fn for_qemu(&self) -> DiskOverlays {
