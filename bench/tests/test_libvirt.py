@@ -4,7 +4,6 @@ A domain is a guest of libvirt. Its QEMU is replaced for the `first` time, or `a
 `managedsave` libvirt's own way. In case `pause` a domain is `attached`, or replaced and then attached.
 """
 
-import re
 import xml.etree.ElementTree as ET
 from functools import partial
 
@@ -32,7 +31,7 @@ from rekindle_bench.libvirt.rows import (
     Row,
 )
 from rekindle_lab.guests import Image
-from rekindle_lab.rekindle import Probe, Rekindle, RekindleError
+from rekindle_lab.rekindle import Probe, RekindleError
 
 START_US = 1_800_000_000_000_000
 # Guest-stopped times in ms.
@@ -276,33 +275,19 @@ def test_the_reported_absence_is_the_sum_of_all():
     assert domains.reported_away_us({"vms": []}) is None
 
 
-def make_domain(folder, has_tap):
-    image = Image("micro", folder)
-    folders = {"ram_dir": folder, "disk_dir": folder}
-    return Domain("db", image=image, memory_mib=2048, index=3, touch="all", netns="n", has_tap=has_tap, **folders)
-
-
 @pytest.fixture
 def domain(tmp_path):
-    return make_domain(tmp_path, has_tap=False)
+    image = Image("micro", tmp_path)
+    folders = {"ram_dir": tmp_path, "disk_dir": tmp_path}
+    return Domain("db", image=image, memory_mib=2048, index=3, touch="all", netns="n", **folders)
 
 
-def test_a_domain_is_unprepared_and_its_ports_are_forwarded(domain):
-    """libvirt chooses where its RAM is; the client and the commands use two ports of the loopback."""
+def test_a_domain_is_unprepared_and_is_reached_through_the_bridge(domain):
+    """libvirt chooses where its RAM is, and QEMU gets nothing but libvirt's own arguments."""
     description = ET.fromstring(domain.xml("/usr/bin/qemu"))
     assert description.findtext("name") == "db" and description.findtext("memory") == "2048"
     assert description.findtext("devices/emulator") == "/usr/bin/qemu" and description.find("memoryBacking") is None
     assert "rekindle.touch=all" in description.findtext("os/cmdline")
-    arguments = [element.get("value") for element in description.findall("{*}commandline/{*}arg")]
-    forwarded = dict(re.findall(r"hostfwd=tcp:127\.0\.0\.1:(\d+)-:(\d+)", arguments[1]))
-    assert forwarded == {str(domain.port(7)): "7", str(domain.port(7000)): "7000"} and len(forwarded) == 2
-    assert domain.echo_url == f"echo://127.0.0.1:{domain.port(7)}"
-
-
-def test_a_domain_with_a_tap_is_reached_through_the_bridge(tmp_path):
-    """It has the guest's own ports, and nothing but libvirt's own arguments."""
-    domain = make_domain(tmp_path, has_tap=True)
-    description = ET.fromstring(domain.xml("/usr/bin/qemu"))
     assert description.find("{*}commandline") is None
     assert description.find("devices/interface/source").get("bridge") == domains.BRIDGE
     assert f"rekindle.ip={domain.address}/24" in description.findtext("os/cmdline")
@@ -337,18 +322,6 @@ def test_the_gap_is_the_one_around_the_stop(domain):
     assert (row.gap_us, row.gap_start_host_us, row.answered, row.failed) == (120_000, START_US - 50, 5, 2)
     domains.fill_gap(row, probe, {})
     assert row.gap_us == 400_000
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "taps"),
-    [("--preview  Required. Needs: root; no tap", ("--preview",), False), ("--qemu PATH. Needs: root", (), True)],
-)
-def test_the_help_shows_what_a_version_can_do(tmp_path, text, options, taps):
-    """An option is used where there is one, a tap where it is possible."""
-    binary = tmp_path / "rekindle"
-    binary.write_text(f'#!/bin/sh\n[ "$*" = "replace-qemu --help" ] && echo "{text}"\n')
-    binary.chmod(0o755)
-    assert domains.Abilities.of(Rekindle(binary, tmp_path)) == domains.Abilities(options, taps)
 
 
 def test_omissions_of_a_quick_run_are_listed():

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from rekindle_bench.environment import Environment, Setup
 from rekindle_bench.vmm.twins import by_name, version
 from rekindle_lab import guests
-from rekindle_lab.guests import COMMAND_PORT, KERNEL_WORDS, READY_DEADLINE_S, Guest
+from rekindle_lab.guests import KERNEL_WORDS, READY_DEADLINE_S, Guest
 from rekindle_lab.rekindle import Probe, Rekindle, failed_requests, gap_around
 from rekindle_lab.slow import run
 from rekindle_lab.stores import Store, on_disk
@@ -33,11 +33,10 @@ PAGE_BYTES = 4096
 LOAD_S = 1.0
 """Time for which a guest's writes are counted."""
 FIRST_REPLY_S = 2.0
-"""Time limit of a first reply. A new connection is faster than a retransmission of QEMU's user network."""
+"""Time limit of a first reply. A new connection is faster than a retransmission of TCP."""
 CLIENT = ("--timeout", "100ms")
-"""Options of the client of a domain, which connects again when it has waited this long. A connection of QEMU's user
-network ends with its QEMU, without notice if that is stopped. One through a bridge outlives QEMU; but while the guest
-is away, TCP waits longer and longer before it repeats a packet."""
+"""Options of the client of a domain, which connects again when it has waited this long. A connection outlives QEMU; but
+while the guest is away, TCP waits longer and longer before it repeats a packet."""
 CLIENT_EVERY = "2ms"
 ABSENCE_US = 100_000
 """A client of libvirt that waits longer than this for an answer finds libvirt absent: ten times its interval."""
@@ -50,36 +49,19 @@ BRIDGE_NETWORK = "10.89.0"
 
 @dataclass(frozen=True)
 class Domain(Guest):
-    """A domain of libvirt with the micro guest."""
-
-    has_tap: bool
-    """Whether its network card is a tap in `BRIDGE`, or else QEMU's user network with forwarded ports."""
+    """A domain of libvirt with the micro guest, and with a tap in `BRIDGE`."""
 
     @property
     def address(self) -> str:
         """Address at which its clients reach it."""
-        return f"{BRIDGE_NETWORK}.{self.index + 1}" if self.has_tap else "127.0.0.1"
-
-    def port(self, guest_port: int) -> int:
-        """Returns the port at which clients reach a port of the guest."""
-        return guest_port if self.has_tap else 20_000 + 10_000 * (guest_port != COMMAND_PORT) + self.index
-
-    @property
-    def echo_url(self) -> str:
-        """URL of the guest's echo service."""
-        return f"echo://{self.address}:{self.port(ECHO_PORT)}"
+        return f"{BRIDGE_NETWORK}.{self.index + 1}"
 
     @property
     def command_line(self) -> str:
-        """Kernel command line of the guest. QEMU's user network expects the address 10.0.2.15."""
-        address = f"{self.address}/24" if self.has_tap else "10.0.2.15/24 rekindle.gw=10.0.2.2"
+        """Kernel command line of the guest."""
         root = "" if self.image.kind == IMAGE else "root=/dev/vda rw "
-        words = f"{root}{KERNEL_WORDS} rekindle.ip={address} rekindle.tick=0"
+        words = f"{root}{KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
         return f"{words} rekindle.touch={self.touch}" if self.touch else words
-
-    def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
-        """Sends a line to the guest's command port and returns the reply, within `deadline` seconds."""
-        return super().command(line, deadline, self.port(port))
 
     def wait_ready(self, deadline: float = READY_DEADLINE_S) -> None:
         """Waits until the guest's services answer, touched memory included, for at most `deadline` seconds."""
@@ -92,17 +74,6 @@ class Domain(Guest):
                 time.sleep(0.1)
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.name}: not ready within {deadline:g} s")
-
-    def _network(self) -> tuple[str, str]:
-        """Returns the network card as libvirt's XML, and what QEMU gets in addition to libvirt's own arguments."""
-        if self.has_tap:
-            card = f"<source bridge='{BRIDGE}'/><mac address='52:54:00:00:01:{self.index:02x}'/><model type='virtio'/>"
-            return f"<interface type='bridge'>{card}<driver name='qemu'/></interface>", ""
-        # libvirt's own cards of type `user` have no forwarded ports.
-        ports = ",".join(f"hostfwd=tcp:{self.address}:{self.port(port)}-:{port}" for port in (ECHO_PORT, COMMAND_PORT))
-        words = ("-netdev", f"user,id=net,{ports}", "-device", "virtio-net-pci,netdev=net,addr=0x10")
-        arguments = "".join(f"<qemu:arg value='{word}'/>" for word in words)
-        return "", f"<qemu:commandline>{arguments}</qemu:commandline>"
 
     @property
     def machine(self) -> str:
@@ -126,9 +97,9 @@ class Domain(Guest):
 
     def xml(self, qemu: str) -> str:
         """Returns libvirt's description."""
-        card, commandline = self._network()
+        card = f"<source bridge='{BRIDGE}'/><mac address='52:54:00:00:01:{self.index:02x}'/><model type='virtio'/>"
         return f"""
-<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+<domain type='qemu'>
   <name>{self.name}</name><memory unit='MiB'>{self.memory_mib}</memory>{self.processors}
   <os><type arch='x86_64' machine='{self.machine}'>hvm</type>
   <kernel>{self.boot_folder}/vmlinuz</kernel><initrd>{self.boot_folder}/initrd</initrd>
@@ -141,29 +112,12 @@ class Domain(Guest):
     <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
     <memballoon model='virtio'/>
     {self.devices}
-    {card}
+    <interface type='bridge'>{card}<driver name='qemu'/></interface>
   </devices>
-  {commandline}
 </domain>"""
 
 
 AnyDomain = TypeVar("AnyDomain", bound=Domain)
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a version of Rekindle can do with domains of libvirt."""
-
-    options: tuple[str, ...]
-    """Options without which it replaces none."""
-    taps: bool
-    """Whether it replaces domains with a tap."""
-
-    @classmethod
-    def of(cls, rekindle: Rekindle) -> Self:
-        """Reads the help of the command."""
-        text = run(rekindle.binary, "replace-qemu", "--help")
-        return cls(options=("--preview",) if "--preview" in text else (), taps="no tap" not in text)
 
 
 @dataclass
@@ -173,7 +127,6 @@ class LibvirtEnvironment(Environment):
     libvirt: PrivateLibvirt
     domains: Rekindle
     """Rekindle for the domains, which finds the private libvirt; `rekindle` is for VMs of Rekindle."""
-    abilities: Abilities
 
     def domain(
         self, name: str, memory_mib: int, index: int, *, kind: type[AnyDomain] = Domain, touch: str | None = "all"
@@ -188,7 +141,6 @@ class LibvirtEnvironment(Environment):
             netns=self.netns,
             ram_dir=self.ram_dir,
             disk_dir=self.disk_dir,
-            has_tap=self.abilities.taps,
         )
 
     @contextmanager
@@ -207,7 +159,7 @@ class LibvirtEnvironment(Environment):
 
     def replace(self, names: Sequence[str]) -> dict[str, Any]:
         """Replaces the QEMUs of domains by one command; returns its JSON."""
-        return self.domains.call("replace-qemu", *self.abilities.options, *names)
+        return self.domains.call("replace-qemu", *names)
 
     def managedsave(self, name: str) -> dict[str, Any]:
         """Replaces the QEMU of a domain as libvirt's users do without Rekindle; there is no JSON."""
@@ -324,6 +276,4 @@ def environment(setup: Setup) -> Iterator[LibvirtEnvironment]:
         qemus = [Path(os.environ[name]) for name in QEMU_VARIABLES]
         with private_libvirt.started(space.namespaces[0], files, qemus, space.disk / "saves") as libvirt:
             domains = libvirt.rekindle(ours, space.work)
-            yield setup.environment(
-                LibvirtEnvironment, space, libvirt=libvirt, domains=domains, abilities=Abilities.of(ours)
-            )
+            yield setup.environment(LibvirtEnvironment, space, libvirt=libvirt, domains=domains)

@@ -131,7 +131,7 @@ def _replacement(
     row = Row(case="losses", how=how, memory_mib=domain.memory_mib, guests=1, round=number, vm=domain.name)
     row.load_mb = LOAD_MB
     with env.rekindle.probes([(domain.web_url, domain.netns)], *HTTP, every=HTTP_EVERY) as [probe]:
-        document = env.domains.call("replace-qemu", *env.abilities.options, "--qemu", str(target), domain.name)
+        document = env.domains.call("replace-qemu", "--qemu", str(target), domain.name)
         for session in sessions:
             _wait_line(session, session.lines)
     replaced(row, document)

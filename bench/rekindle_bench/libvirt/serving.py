@@ -97,7 +97,6 @@ def served(
         netns=env.netns,
         ram_dir=env.ram_dir,
         disk_dir=env.disk_dir,
-        has_tap=True,
         data_disks=data_disks,
         machine_type=machine,
     )

@@ -156,7 +156,7 @@ Example:
     /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain or with --qmp:
-    /// --preview; root; and what `--dry-run` names.
+    /// root, and what `--dry-run` names. docs/vmm-restart.md has the limits.
     ///
     /// On success: each guest runs in a new QEMU.
     ///
@@ -165,8 +165,8 @@ Example:
 Examples:
   rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
   rekindle replace-qemu db --dry-run
-  rekindle replace-qemu --all-libvirt --preview
-  rekindle replace-qemu mail --qmp /run/mail.qmp --preview")]
+  rekindle replace-qemu --all-libvirt
+  rekindle replace-qemu mail --qmp /run/mail.qmp")]
     ReplaceQemu(RebootVmm),
     /// Reboot a VM's QEMU, its guest, or this host.
     #[command(subcommand)]

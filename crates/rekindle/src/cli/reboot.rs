@@ -109,10 +109,6 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while the guest is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
-    /// Required for a domain of libvirt and with --qmp: a preview, for guests without valuable data. docs/vmm-restart.md has
-    /// its gaps.
-    #[arg(long)]
-    pub preview: bool,
     /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,

@@ -92,10 +92,6 @@ fn replace_bare(output: &Output, host: &Host, arguments: &RebootVmm, socket: &Pa
     if !matches!(arguments.how, RebootMethod::Warm) {
         return Err(Usage("--how is not possible with --qmp".into()).into());
     }
-    if !arguments.preview && !arguments.dry_run {
-        let problem = "replacing such a QEMU is a preview (docs/vmm-restart.md has its gaps)";
-        return Err(Usage(format!("--qmp: {problem}; if the guest's data has no value, add --preview")).into());
-    }
     let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone() };
     if arguments.dry_run {
         return dry_run::print(output, &[planned_action(vmm::RebootMethod::Warm, bare::plan(host, name, &options))]);
@@ -177,10 +173,6 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
     let domains = if domains.is_empty() { "domains".to_owned() } else { domains.join(", ") };
     if let Some((_, option)) = options.iter().find(|(is_given, _)| *is_given) {
         return Err(Usage(format!("{option} is not possible for {domains}, which libvirt manages")).into());
-    }
-    if !arguments.preview && !arguments.dry_run {
-        let problem = "libvirt manages it, and replacing such a QEMU is a preview (docs/vmm-restart.md has its gaps)";
-        return Err(Usage(format!("{domains}: {problem}; if its data has no value, add --preview")).into());
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ const IMAGES: &str = "/var/lib/libvirt/images";
 /// Replaces the QEMU of `domain`, and calls `change` after the destination was prepared and before libvirt's daemon is
 /// stopped.
 fn replace_with_a_change(domain: &Domain<'_>, change: impl FnOnce()) -> Output {
-    let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
+    let mut command = rekindle(&["replace-qemu", &domain.name]);
     command.env("REKINDLE_FAULT", "replace.prepare.copied:stop").stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn().unwrap();
     let process = Process::of(child.id()).unwrap();
@@ -42,7 +42,7 @@ fn assert_rejected(domain: &Domain<'_>, output: &Output, reason: &str, source: P
 
 fn reject(domain: &Domain<'_>, reason: &str) {
     let source = domain.process();
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert_rejected(domain, &output, reason, source);
 }
 

@@ -44,7 +44,7 @@ fn a_service_of_systemd_is_stopped_and_started_with_its_sockets() {
     fs::set_permissions("/run/bin/systemctl", PermissionsExt::from_mode(0o755)).unwrap();
     let path = format!("/run/bin:{}", env::var("PATH").unwrap());
     let replace = || {
-        let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
+        let mut command = rekindle(&["replace-qemu", &domain.name]);
         command.env("PATH", &path).output().unwrap()
     };
 
@@ -80,7 +80,7 @@ fn a_job_of_another_domain_prevents_a_replacement() {
         .replace("<vcpus>", "<job type='none' async='backup'/><vcpus>");
     // The daemon that runs does not read it.
     fs::write("/run/libvirt/qemu/other.xml", other).unwrap();
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     fs::remove_file("/run/libvirt/qemu/other.xml").unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert!(text(&output).contains("busy with other (backup)"), "{}", text(&output));
@@ -93,7 +93,7 @@ fn a_second_replacement_waits_for_the_first() {
     let domains = ["one", "two"].map(|name| libvirt.boot(&DomainOptions::new(name)));
     let boot_ids = domains.each_ref().map(|domain| domain.ask("boot-id"));
     let replacements = domains.each_ref().map(|domain| {
-        let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
+        let mut command = rekindle(&["replace-qemu", &domain.name]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     });
     for replacement in replacements {

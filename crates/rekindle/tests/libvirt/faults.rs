@@ -100,7 +100,7 @@ fn both_guests_continue_and_libvirt_has_them_after_rekindle_is_killed_with_two_d
 /// other is recovered, too.
 fn kill_and_recover(domains: &[Domain<'_>; 2], fault: &str) {
     let names = domains.each_ref().map(|domain| domain.name.as_str());
-    let replaced = rekindle(&["replace-qemu", "--preview", names[0], names[1]]).env("REKINDLE_FAULT", fault).output();
+    let replaced = rekindle(&["replace-qemu", names[0], names[1]]).env("REKINDLE_FAULT", fault).output();
     let replaced = replaced.unwrap();
     assert_eq!(replaced.status.signal(), Some(9), "{fault}: {}", text(&replaced));
     let is_interrupted = |name: &&str| fs::exists(format!("/run/rekindle/{name}/state.json")).unwrap();
@@ -156,8 +156,7 @@ fn walk(action: &str, expected: fn([Outcome; 4]) -> Outcome) {
 fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<Outcome, String> {
     let boot_id = domain.ask("boot-id");
     let source = domain.process();
-    let replaced =
-        rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+    let replaced = rekindle(&["replace-qemu", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
     let mut log = text(&replaced);
     if fs::exists(format!("/run/rekindle/{}/state.json", domain.name)).unwrap() {
         let recovered = rekindle(&["recover", &domain.name]).output().unwrap();

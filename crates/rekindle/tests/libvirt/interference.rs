@@ -17,7 +17,7 @@ struct StoppedReplacement(Child);
 
 impl StoppedReplacement {
     fn begin(domain: &Domain<'_>, point: &str) -> Self {
-        let mut command = rekindle(&["replace-qemu", "--preview", &domain.name]);
+        let mut command = rekindle(&["replace-qemu", &domain.name]);
         command.env("REKINDLE_FAULT", format!("{point}:stop")).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
         let process = Process::of(child.id()).unwrap();
@@ -37,7 +37,7 @@ impl StoppedReplacement {
 /// Kills a replacement between the decision and the resume in the destination. Returns source and destination.
 fn kill_at_decision(domain: &Domain<'_>) -> [Process; 2] {
     let source = domain.process();
-    let replacement = rekindle(&["replace-qemu", "--preview", &domain.name])
+    let replacement = rekindle(&["replace-qemu", &domain.name])
         .env("REKINDLE_FAULT", "replace.resume.journalled:kill")
         .output()
         .unwrap();

@@ -86,7 +86,7 @@ fn qemus_of(name: &str) -> Vec<Process> {
 #[track_caller]
 fn replace(domain: &Domain<'_>) -> Value {
     let source = domain.process();
-    let output = rekindle(&["--json", "replace-qemu", "--preview", &domain.name]).output().unwrap();
+    let output = rekindle(&["--json", "replace-qemu", &domain.name]).output().unwrap();
     assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
     assert_ne!(domain.process(), source);
     assert!(!source.is_alive());
@@ -154,16 +154,13 @@ fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("refused") });
     let (qemu, daemon) = (domain.process(), libvirt.daemon());
     let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
-    assert!(text(&output).contains("add --preview"), "{}", text(&output));
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert!(text(&output).contains("-vnc websocket"), "{}", text(&output));
     assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
 
     libvirt.virsh(&["suspend", &domain.name]);
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert!(text(&output).contains("virsh resume"), "{}", text(&output));
     assert_eq!((domain.process(), domain.state()), (qemu, "paused".to_owned()));
 }

@@ -24,7 +24,7 @@ fn make_image(name: &str) -> String {
 
 #[track_caller]
 fn replace_by(domain: &Domain<'_>, binary: &Path) {
-    let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];
+    let arguments = ["replace-qemu", "--qemu", binary.to_str().unwrap(), &domain.name];
     let output = rekindle(&arguments).output().unwrap();
     assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
     wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));

@@ -35,7 +35,7 @@ fn watch_daemon<T>(work: impl FnOnce() -> T) -> (T, Vec<u32>) {
 }
 
 fn replace_all(domains: &[&Domain<'_>], fault: &str) -> Output {
-    let mut command = rekindle(&["--json", "replace-qemu", "--preview"]);
+    let mut command = rekindle(&["--json", "replace-qemu"]);
     command.args(domains.iter().map(|domain| &domain.name)).env("REKINDLE_FAULT", fault).output().unwrap()
 }
 
@@ -111,7 +111,7 @@ fn a_domain_that_fails_during_the_absence_continues_in_its_source_and_the_others
 #[test]
 fn all_domains_of_libvirt_are_planned_and_paused_and_attached_ones_are_skipped() {
     let libvirt = PrivateLibvirt::start();
-    let output = rekindle(&["replace-qemu", "--all-libvirt", "--preview"]).output().unwrap();
+    let output = rekindle(&["replace-qemu", "--all-libvirt"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", text(&output));
     let [possible, rejected, paused, attached] =
         ["possible", "rejected", "paused", "attached"].map(|name| libvirt.create(&DomainOptions::new(name)));
@@ -133,7 +133,7 @@ fn all_domains_of_libvirt_are_planned_and_paused_and_attached_ones_are_skipped()
 
     // What is skipped is no failure.
     libvirt.virsh(&["destroy", &rejected.name]);
-    let output = rekindle(&["replace-qemu", "--all-libvirt", "--preview"]).output().unwrap();
+    let output = rekindle(&["replace-qemu", "--all-libvirt"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     assert!(text(&output).contains(&format!("{}: skipped: it is attached", attached.name)), "{}", text(&output));
     let now: Vec<Process> = [&possible, &paused, &attached].map(Domain::process).into();

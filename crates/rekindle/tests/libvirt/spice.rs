@@ -60,7 +60,7 @@ fn a_client_connects_again_and_the_screen_is_the_same() {
         let mut client = connect(port);
         spice::greet(&mut client).unwrap();
         let binary = binary.to_str().unwrap();
-        let output = rekindle(&["replace-qemu", "--preview", &domain.name, "--qemu", binary]).output().unwrap();
+        let output = rekindle(&["replace-qemu", &domain.name, "--qemu", binary]).output().unwrap();
         assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
         // Its connection has ended with the old QEMU.
         let end =
@@ -115,7 +115,7 @@ fn nothing_of_a_failed_attempt_remains() {
     let devices = format!("<graphics type='spice' port='{port}' listen='127.0.0.1'/>{COMPANIONS}");
     let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("spice-failed") });
     let (qemu, files) = (domain.process(), domain_directory(&domain));
-    let failed = rekindle(&["replace-qemu", "--preview", &domain.name])
+    let failed = rekindle(&["replace-qemu", &domain.name])
         .env("REKINDLE_FAULT", "replace.suspend.copied:kill-new")
         .output()
         .unwrap();

@@ -43,7 +43,7 @@ fn begin_stream(domain: &Domain<'_>) -> Stream {
 pub(crate) fn replace_under_traffic(domain: &Domain<'_>, binary: &Path) {
     let (stream, pings) = (begin_stream(domain), Pings::begin(domain));
     let (source, before) = (domain.process(), (ports(), open_taps(domain)));
-    let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];
+    let arguments = ["replace-qemu", "--qemu", binary.to_str().unwrap(), &domain.name];
     let output = rekindle(&arguments).output().unwrap();
     assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
     assert!(!source.is_alive());
@@ -90,7 +90,7 @@ fn a_guest_that_returns_to_its_qemu_has_its_tap() {
     let (boot_id, source) = (domain.ask("boot-id"), domain.process());
     let (stream, pings) = (begin_stream(&domain), Pings::begin(&domain));
     // The destination has read the tap when it is killed.
-    let arguments = ["replace-qemu", "--preview", &domain.name];
+    let arguments = ["replace-qemu", &domain.name];
     let output = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.loaded:kill-new").output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert_eq!(domain.process(), source);
@@ -130,14 +130,13 @@ fn a_guest_that_returns_to_its_qemu_has_all_its_queues() {
     let source = domain.process();
     for fault in ["replace.suspend.taps:kill-new", "replace.suspend.loaded:kill-new"] {
         let stream = begin_stream(&domain);
-        let output =
-            rekindle(&["replace-qemu", "--preview", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
+        let output = rekindle(&["replace-qemu", &domain.name]).env("REKINDLE_FAULT", fault).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output));
         assert_eq!(domain.process(), source);
         assert_eq!(attached_queues(&domain), [true, true, false], "{fault}");
         stream.assert_complete();
     }
-    let arguments = ["replace-qemu", "--preview", &domain.name];
+    let arguments = ["replace-qemu", &domain.name];
     let killed = rekindle(&arguments).env("REKINDLE_FAULT", "replace.suspend.taps:kill").output().unwrap();
     assert_eq!(killed.status.signal(), Some(9), "{}", text(&killed));
     let recovered = rekindle(&["recover", &domain.name]).output().unwrap();

@@ -67,7 +67,7 @@ fn what_the_tpm_has_measured_and_stored_goes_from_qemu_7_to_10_and_11_and_back()
         tpm.write_variable(written);
         tpm.measure(1);
         let before = (tpm.register(), tpm.variable(), emulators_of(&domain));
-        let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];
+        let arguments = ["replace-qemu", "--qemu", binary.to_str().unwrap(), &domain.name];
         let output = rekindle(&arguments).output().unwrap();
         assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
         wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));
@@ -103,7 +103,7 @@ fn a_guest_that_returns_to_its_qemu_has_its_tpm_there() {
     let before = (tpm.register(), emulators_of(&domain), emulator_files(&domain), domain.process());
     // The second emulator has the state already at the last of these points.
     for point in ["replace.prepare.spawned", "replace.suspend.copied", "replace.suspend.loaded"] {
-        let failed = rekindle(&["replace-qemu", "--preview", &domain.name])
+        let failed = rekindle(&["replace-qemu", &domain.name])
             .env("REKINDLE_FAULT", format!("{point}:kill-new"))
             .output()
             .unwrap();
@@ -142,10 +142,8 @@ fn one_emulator_has_the_tpm_after_rekindle_is_killed() {
         tpm.write_variable(number);
         tpm.measure(1);
         let (measured, emulators) = (tpm.register(), emulators_of(&domain));
-        let killed = rekindle(&["replace-qemu", "--preview", &domain.name])
-            .env("REKINDLE_FAULT", format!("{point}:kill"))
-            .output()
-            .unwrap();
+        let killed =
+            rekindle(&["replace-qemu", &domain.name]).env("REKINDLE_FAULT", format!("{point}:kill")).output().unwrap();
         assert_eq!(killed.status.signal(), Some(9), "{point}: {}", text(&killed));
         let recovered = rekindle(&["recover", &domain.name]).output().unwrap();
         assert!(recovered.status.success(), "{point}: {}", text(&recovered));

@@ -17,7 +17,7 @@ fn the_variables_of_uefi_go_from_qemu_7_to_10_and_11_and_back() {
     for binary in [qemu_new(), &newest, &old] {
         number += 1;
         domain.ask(&format!("efi-variable written-{number}"));
-        let arguments = ["replace-qemu", "--preview", "--qemu", binary.to_str().unwrap(), &domain.name];
+        let arguments = ["replace-qemu", "--qemu", binary.to_str().unwrap(), &domain.name];
         let output = rekindle(&arguments).output().unwrap();
         assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
         wait_for("the guest of a replaced QEMU", DEADLINE, || domain.is_up().then_some(()));

@@ -118,7 +118,7 @@ fn a_password_that_libvirt_has_not_recorded_is_named() {
     let devices = server(free_port());
     let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("unknown") });
     let qemu = domain.process();
-    let output = rekindle(&["replace-qemu", "--preview", &domain.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
     assert!(text(&output).contains("virsh update-device"), "{}", text(&output));
     assert_eq!(domain.process(), qemu);

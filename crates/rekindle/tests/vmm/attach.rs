@@ -586,7 +586,7 @@ fn a_domain_whose_qemu_was_replaced_is_protected_without_its_daemon() {
     let lab = Lab::without_root();
     let domain = libvirt.boot(&DomainOptions::new("direct"));
     let boot = domain.ask("boot-id");
-    lab.rekindle(["replace-qemu", "--preview", &domain.name]).ok();
+    lab.rekindle(["replace-qemu", &domain.name]).ok();
     lab.rekindle(["attach", "dom", "--libvirt", &domain.name, "--connect", URI]).ok();
     let store = lab.path("store");
     let protect = |arguments: &[&str]| {

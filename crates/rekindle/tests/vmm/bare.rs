@@ -26,7 +26,7 @@ fn boot(lab: &Lab, binary: &Path) -> ForeignQemu {
 /// Returns the command that replaces the QEMU by the one of `binary`.
 fn replacing(lab: &Lab, qemu: &ForeignQemu, binary: &Path) -> Command {
     let (socket, binary) = (qemu.path("qmp"), binary.to_str().unwrap());
-    lab.command(["replace-qemu", "bare", "--qmp", socket.to_str().unwrap(), "--qemu", binary, "--preview"])
+    lab.command(["replace-qemu", "bare", "--qmp", socket.to_str().unwrap(), "--qemu", binary])
 }
 
 /// Checks that the guest continues, with its memory, in the process of the pid file, which answers at the QMP socket.
@@ -63,16 +63,15 @@ fn a_guest_continues_in_other_versions_and_its_manager_finds_it() {
 }
 
 #[test]
-fn a_dry_run_and_a_missing_preview_change_nothing() {
+fn a_dry_run_and_a_rejection_change_nothing() {
     let lab = Lab::without_root();
     let qemu = boot(&lab, qemu_new());
     let socket = qemu.path("qmp");
     let socket = socket.to_str().unwrap();
     lab.rekindle(["replace-qemu", "bare", "--qmp", socket, "--dry-run"]).ok();
-    lab.rekindle(["replace-qemu", "bare", "--qmp", socket]).status(2).prints(&["add --preview"]);
-    lab.rekindle(["replace-qemu", "bare", "other", "--qmp", socket, "--preview"]).status(2).prints(&["one name"]);
+    lab.rekindle(["replace-qemu", "bare", "other", "--qmp", socket]).status(2).prints(&["one name"]);
     qemu.qmp().execute::<serde_json::Value>("stop", ()).unwrap();
-    lab.rekindle(["replace-qemu", "bare", "--qmp", socket, "--preview"]).status(1).prints(&["paused", "resume it"]);
+    lab.rekindle(["replace-qemu", "bare", "--qmp", socket]).status(1).prints(&["paused", "resume it"]);
     assert_eq!(qemu.named_process(), Some(qemu.process));
 }
 

@@ -292,9 +292,7 @@ fn users_of_libvirt_cannot_change_what_a_checkpoint_needs() {
     assert!(log.contains(denied), "{error}; {log}");
 
     // Another QEMU would run the guest on the image alone.
-    lab.rekindle(["replace-qemu", "--preview", &attached.domain.name])
-        .status(1)
-        .prints(&["disk virtio-disk0", "disk virtio-disk1"]);
+    lab.rekindle(["replace-qemu", &attached.domain.name]).status(1).prints(&["disk virtio-disk0", "disk virtio-disk1"]);
     attached.assert_fenced("vda");
 
     // A snapshot of a user: no checkpoint is taken until it is merged, and its merge stops at the overlay.

@@ -65,7 +65,7 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
     attached.detach("at the end");
     assert_both_agree(guest, &newest, "on its images");
     // Its command line names overlays that were merged.
-    lab.rekindle(["replace-qemu", "--preview", &attached.domain.name]).ok();
+    lab.rekindle(["replace-qemu", &attached.domain.name]).ok();
     assert_eq!((attached.domain.state().as_str(), guest.boot_id()), ("running", boot));
     assert_both_agree(guest, &newest, "in another QEMU");
 }
