@@ -10,7 +10,7 @@
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
 //!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), mapped files ([`mapping`]), large
-//!   buffers ([`large`]);
+//!   buffers ([`large`]), the read-only flag of block devices ([`block_device`]);
 //! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
 //! - libvirt's C library ([`libvirt_client`]).
 //!
@@ -19,6 +19,7 @@
 
 #![allow(unsafe_code)]
 
+pub mod block_device;
 pub mod descriptor;
 pub mod durable_file;
 pub mod file;

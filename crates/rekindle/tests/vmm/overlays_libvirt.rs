@@ -1,6 +1,7 @@
 //! `rekindle protect --disk overlays` of a libvirt domain: libvirt puts the overlays and merges them, and its users cannot
 //! merge into what a checkpoint needs.
 
+mod devices;
 mod heads;
 mod resource;
 mod restore;
@@ -62,6 +63,12 @@ impl<'a> Attached<'a> {
                 path.display()
             );
         }
+        Self::boot_on(&devices, firmware, libvirt, lab)
+    }
+
+    /// Boots a domain with these disks.
+    fn boot_on(disks: &str, firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
+        let mut devices = disks.to_owned();
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
         if firmware == Firmware::Uefi {
             devices += "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";

@@ -1,7 +1,8 @@
 //! A disk of a libvirt domain: overlays are put and merged by libvirt's calls, and the files below are fenced.
 
+use super::fence::{self, FencedImage};
 use super::view::{Description, DiskView};
-use super::{OverlayDisksError, fence, overlay_name};
+use super::{OverlayDisksError, overlay_name};
 use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file, overlay_file_name};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_libvirt::disks::DomainDisk;
@@ -29,6 +30,7 @@ pub(super) struct LibvirtDisk {
     pub device: String,
     pub number: u16,
     pub image: PathBuf,
+    pub fenced: FencedImage,
     pub directory: PathBuf,
 }
 
@@ -117,16 +119,25 @@ impl LibvirtDisk {
     /// Fences what is below the newest overlay. The newest one, or the image without overlays, can be written.
     pub fn fence(&self, chain: &OverlayChain, image_mode: u32) -> Result<(), OverlayDisksError> {
         let Some((top, closed)) = chain.overlays.split_last() else {
-            return fence::remove(&self.image, image_mode);
+            return self.fenced.remove(image_mode);
         };
         closed.iter().try_for_each(|overlay| fence::close(&self.path_of(overlay)))?;
-        fence::close(&self.image)?;
+        self.fenced.close()?;
         fence::open(&self.path_of(top))
     }
 
     /// Fences the file that is on top of the disk, onto which an overlay is about to be put.
     pub fn fence_top(&self, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
-        fence::close(&self.top_file(chain))
+        match chain.overlays.last() {
+            Some(top) => fence::close(&self.path_of(top)),
+            // The guest writes to it until the call.
+            None => self.fenced.close_to_jobs(),
+        }
+    }
+
+    /// Fences the image below an overlay that was put on it, which has no merge.
+    pub fn fence_image(&self) -> Result<(), OverlayDisksError> {
+        self.fenced.close()
     }
 
     /// Removes the fence of the image and all overlays.
@@ -136,11 +147,11 @@ impl LibvirtDisk {
         image_mode: u32,
     ) -> Result<(), OverlayDisksError> {
         directory.epochs()?.into_iter().try_for_each(|epoch| fence::open(&directory.path_of(epoch)))?;
-        fence::remove(&self.image, image_mode)
+        self.fenced.remove(image_mode)
     }
 
     /// Starts to merge the overlays up to `up_to`. The image can be written by others only until this returns: QEMU has
-    /// opened it then.
+    /// opened it then. A block device stays writable until [`LibvirtDisk::fence`], for this QEMU alone by permissions.
     ///
     /// If the overlay above `up_to` is fenced, also waits for the end of the merge. QEMU opens that overlay anew then, to
     /// record its new base in it, and QEMU 10.0 ends with a segmentation fault if it cannot.
@@ -157,7 +168,7 @@ impl LibvirtDisk {
         if let Some(above) = &above {
             fence::open(above)?;
         }
-        fence::open(&self.image)?;
+        self.fenced.open()?;
         pass();
         let started = libvirt::start_merge(
             view.monitor_to_change(),
@@ -166,7 +177,7 @@ impl LibvirtDisk {
             Some(&self.path_of(&up_to)),
             speed,
         );
-        fence::close(&self.image)?;
+        self.fenced.close_to_jobs()?;
         let Some(above) = above else { return Ok(started?) };
         let finished = match started {
             Ok(()) => self.finish_merge(view, LATE_MERGE_TIMEOUT),

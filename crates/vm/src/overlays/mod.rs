@@ -24,6 +24,7 @@
 //! |---|---|
 //! | `record` | which disk has its overlays where: a file in the run directory |
 //! | `disk` | the steps of one disk |
+//! | `device` | identifies a block device
 //! | `libvirt` | the steps that differ for a disk of a libvirt domain |
 //! | `apparmor` | lets a confined QEMU write to the files into which it merges |
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
@@ -35,6 +36,7 @@
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
 
 mod apparmor;
+mod device;
 mod disk;
 mod fence;
 mod head;
@@ -50,6 +52,7 @@ pub(crate) use restore::remove_fresh;
 
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};
+use device::DeviceIdentity;
 use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
 use rekindle_disk::keeper::EpochId;
@@ -142,6 +145,19 @@ pub enum OverlayDisksError {
          chmod a-w {}, and repeat this", file.display(), file.display()
     )]
     FenceOpen { file: PathBuf },
+    #[error(
+        "{} can be written, so another program may have changed it since the checkpoint; it is so after a start of this host, \
+         on another host, and if Rekindle was killed in a merge. If certainly none has changed it: blockdev --setro {}, and \
+         repeat this", device.display(), device.display()
+    )]
+    DeviceFenceOpen { device: PathBuf },
+    #[error(
+        "{} is another block device than at the checkpoint: it is {actual}, and was {expected}; give the name to the device of \
+         the checkpoint, and repeat this", image.display()
+    )]
+    OtherDevice { image: PathBuf, expected: String, actual: String },
+    #[error("{}: this host uses the block device, for example as a mounted file system; end that first", device.display())]
+    DeviceInUse { device: PathBuf },
     #[error("a QEMU writes to {}: libvirt has started the domain again; end it first", file.display())]
     DomainRuns { file: PathBuf },
     #[error(
@@ -208,6 +224,9 @@ pub struct OverlayEpoch {
     /// libvirt's name of the disk, if a domain has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
+    /// Set if the image is a block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) block_device: Option<DeviceIdentity>,
     /// Whether the directory has a head for the checkpoint.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_head: bool,
@@ -414,6 +433,17 @@ impl OverlayDisks {
         for disk in &mut self.disks {
             let advanced = disk.advance(&mut view);
             disk.warn_if_late(advanced);
+        }
+    }
+
+    /// Fences the block devices of a libvirt domain, because this process takes no further checkpoint. A failure leaves one
+    /// writable, and a restore then asks the user.
+    pub fn settle(&mut self, qmp: &mut Qmp) {
+        let mut view = DiskView::new(qmp);
+        for disk in &self.disks {
+            if let Err(e) = disk.settle(&mut view) {
+                tracing::warn!(device = disk.device(), error = %e, "a block device below overlays can be written");
+            }
         }
     }
 
