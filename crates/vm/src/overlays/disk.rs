@@ -180,6 +180,7 @@ impl OverlayDisk {
         let mut disk = Self::over(recorded, directory, vmm);
         disk.remove_prepared_nodes(view)?;
         if disk.found(view)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
+            disk.resolve_exposure(view)?;
             disk.fence(&disk.chain_now(view)?)?;
             return Ok(Some(disk));
         }
@@ -241,6 +242,10 @@ impl OverlayDisk {
             Some(disk) => disk.is_merging(view)?,
             None => false,
         };
+        let (graph, floor) = (view.graph()?, self.directory.state().floor);
+        if let Some(id) = self.libvirt.as_ref().and_then(|disk| disk.foreign_merge(&graph, floor)) {
+            return Err(OverlayDisksError::ForeignJob { id });
+        }
         let chain = self.checked_chain(view.graph()?.as_ref())?;
         let merging = match &self.libvirt {
             // libvirt's job does not name the epoch, which is of no use: each disk has one job.
@@ -305,6 +310,7 @@ impl OverlayDisk {
 
     fn prepare_own(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         self.prepared = None;
+        self.resolve_exposure(view)?;
         device::check_same(&self.recorded.image, self.recorded.block_device.as_ref())?;
         for _ in 0..MAX_STEPS {
             let found = self.found(view)?;
@@ -335,6 +341,10 @@ impl OverlayDisk {
         }
         let graph = view.graph()?;
         let chain = self.checked_chain(&graph)?;
+        // The guest never writes to an overlay that belongs to a checkpoint.
+        if let Some(top) = chain.overlays.last().filter(|top| top.epoch <= self.directory.state().sealed) {
+            return Err(self.merged_by_others(&self.directory.path_of(top.epoch)));
+        }
         self.fence(&chain)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
         let (format, cache, detect_zeroes, bytes) =
@@ -349,6 +359,11 @@ impl OverlayDisk {
         };
         self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path, head });
         Ok(())
+    }
+
+    /// Returns the error for overlays that another program has taken off the disk.
+    fn merged_by_others(&self, file: &Path) -> OverlayDisksError {
+        OverlayDisksError::MergedByOthers { device: self.device().into(), file: file.to_owned() }
     }
 
     fn not_ready(&self, obstacle: MarkObstacle) -> OverlayDisksError {

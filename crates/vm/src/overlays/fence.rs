@@ -10,6 +10,7 @@
 //! first overlay, and in a merge.
 
 use super::OverlayDisksError;
+use super::exposure::Exposure;
 use rekindle_kernel::block_device;
 use std::fs::{self, Permissions};
 use std::io;
@@ -36,6 +37,7 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), OverlayDisksError> {
 #[derive(Debug, Clone)]
 pub(super) struct FencedImage {
     image: PathBuf,
+    qemu: u32,
     /// The node that its QEMU opens, if the image is a block device.
     node: Option<PathBuf>,
 }
@@ -43,7 +45,7 @@ pub(super) struct FencedImage {
 impl FencedImage {
     /// `qemu`: the domain's QEMU.
     pub fn new(image: &Path, is_device: bool, qemu: u32) -> Self {
-        Self { image: image.to_owned(), node: is_device.then(|| node_of(image, qemu)) }
+        Self { image: image.to_owned(), qemu, node: is_device.then(|| node_of(image, qemu)) }
     }
 
     fn opened_file(&self) -> &Path {
@@ -52,6 +54,22 @@ impl FencedImage {
 
     pub fn is_device(&self) -> bool {
         self.node.is_some()
+    }
+
+    /// Counts from now on how often a program opens the image for writing.
+    pub fn watch(&self) -> Result<Exposure, OverlayDisksError> {
+        Exposure::start(self.opened_file(), self.qemu)
+    }
+
+    /// As [`FencedImage::watch`], for an overlay above the image.
+    pub fn watch_overlay(&self, overlay: &Path) -> Result<Exposure, OverlayDisksError> {
+        Exposure::start(overlay, self.qemu)
+    }
+
+    /// Returns whether QEMU could open the image for writing.
+    pub fn is_open_to_jobs(&self) -> Result<bool, OverlayDisksError> {
+        let is_read_only = || block_device::is_read_only(&self.image).map_err(OverlayDisksError::io(&self.image));
+        Ok(is_open(self.opened_file())? && !(self.is_device() && is_read_only()?))
     }
 
     /// Keeps QEMU from opening the image for writing. It may have it open.

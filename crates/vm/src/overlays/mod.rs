@@ -24,10 +24,11 @@
 //! |---|---|
 //! | `record` | which disk has its overlays where: a file in the run directory |
 //! | `disk` | the steps of one disk |
-//! | `device` | identifies a block device
+//! | `device` | identifies a block device |
 //! | `libvirt` | the steps that differ for a disk of a libvirt domain |
 //! | `apparmor` | lets a confined QEMU write to the files into which it merges |
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
+//! | `exposure` | notices that they have merged while the fence was open for a merge of ours |
 //! | `head` | copies an overlay in the pause |
 //! | `restore` | the disks of a checkpoint |
 //! | `offline` | merges overlays while no QEMU uses them |
@@ -38,6 +39,7 @@
 mod apparmor;
 mod device;
 mod disk;
+mod exposure;
 mod fence;
 mod head;
 mod libvirt;
@@ -132,6 +134,27 @@ pub enum OverlayDisksError {
     ForeignSnapshot { target: String, file: String, below: PathBuf },
     #[error("{target}: libvirt's record and QEMU differ about {file}; no checkpoint is taken meanwhile")]
     LibvirtDisagrees { target: String, file: String },
+    #[error(
+        "{device}: another program may have merged newer writes into {} or into an older overlay, for example \
+         virsh blockcommit, so earlier checkpoints have lost their disk; the next checkpoint has one", image.display()
+    )]
+    Interference { device: String, image: PathBuf },
+    #[error(
+        "{device}: another program, for example virsh blockcommit, has merged its overlays into {}, so no earlier \
+         checkpoint has its disk any more; if the protection ends here, use rekindle detach, attach and protect", file.display()
+    )]
+    MergedByOthers { device: String, file: PathBuf },
+    #[error(
+        "{}: another program, for example virsh blockcommit, may have merged newer writes into it or into an overlay, so this \
+         checkpoint has lost its disk. Restore a later checkpoint, or boot the newest disk: virsh start \
+         (docs/protect-attached.md)", image.display()
+    )]
+    ChangedByOthers { image: PathBuf },
+    #[error(
+        "{}: other programs could merge newer writes into it when Rekindle was killed, so one may have changed it since the \
+         checkpoint. If certainly none has: rm {}, and repeat this", image.display(), exposed.display()
+    )]
+    Exposed { image: PathBuf, exposed: PathBuf },
     #[error("cannot read libvirt's description of the domain: {problem}")]
     DomainXml { problem: String },
     #[error(
@@ -198,6 +221,7 @@ impl OverlayDisksError {
             Self::NotReady { .. }
                 | Self::ForeignJob { .. }
                 | Self::ForeignSnapshot { .. }
+                | Self::Interference { .. }
                 | Self::LibvirtDisagrees { .. }
                 | Self::Block(BlockError::LibvirtRejected { .. } | BlockError::JobTimeout { .. })
         )

@@ -7,6 +7,7 @@ use super::view::{Description, read_domain_disks};
 use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::write_watch::is_same_file;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::flash::is_flash;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
@@ -17,7 +18,7 @@ use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
@@ -212,10 +213,7 @@ pub(super) fn has_open(vmm: &Vmm, path: &Path) -> io::Result<bool> {
     let file = fs::metadata(path)?;
     for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
         // A descriptor may be closed meanwhile.
-        let is_same = |open: fs::Metadata| match file.file_type().is_block_device() {
-            true => open.file_type().is_block_device() && open.rdev() == file.rdev(),
-            false => (open.dev(), open.ino()) == (file.dev(), file.ino()),
-        };
+        let is_same = |open: fs::Metadata| is_same_file(&file, &open);
         if fs::metadata(entry?.path()).is_ok_and(is_same) {
             return Ok(true);
         }

@@ -293,6 +293,12 @@ impl RestoredDisk {
         if let Some(pid) = running_owner(&state.owner)? {
             return Err(OverlayDisksError::InUse { pid, directory: path() });
         }
+        if state.is_changed_by_others(at.id.epoch) {
+            return Err(OverlayDisksError::ChangedByOthers { image: at.image.clone() });
+        }
+        if directory.is_exposed()? {
+            return Err(OverlayDisksError::Exposed { image: at.image.clone(), exposed: directory.exposed_path() });
+        }
         let below = directory.overlays_of(at.id.epoch)?;
         device::check_same(&at.image, at.block_device.as_ref())?;
         if at.block_device.is_some() && block_device::is_in_use(&at.image).map_err(OverlayDisksError::io(&at.image))? {

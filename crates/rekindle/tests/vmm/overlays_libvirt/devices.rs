@@ -21,9 +21,9 @@ use std::process::{Child, Command, Stdio};
 const DEVICE_BYTES: u64 = DISK_BYTES + (16 << 20);
 
 /// A domain with block devices, attached as VM `dom`.
-struct OnDevices<'a> {
+pub(super) struct OnDevices<'a> {
     attached: Attached<'a>,
-    devices: [LoopDevice; 2],
+    pub(super) devices: [LoopDevice; 2],
     overlays: PathBuf,
 }
 
@@ -41,7 +41,7 @@ fn device(target: &str) -> LoopDevice {
 }
 
 impl<'a> OnDevices<'a> {
-    fn boot(libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
+    pub(super) fn boot(libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
         let devices = [device("vda"), device("vdb")];
         let mut disks = String::new();
         for (format, device) in ["raw", "qcow2"].into_iter().zip(&devices) {
@@ -64,7 +64,7 @@ impl<'a> OnDevices<'a> {
     }
 
     /// Returns the arguments of `rekindle protect`.
-    fn arguments<'w>(&'w self, further: &[&'w str]) -> Vec<&'w str> {
+    pub(super) fn arguments<'w>(&'w self, further: &[&'w str]) -> Vec<&'w str> {
         [&OVERLAYS[..], &["--overlay-dir", self.overlays.to_str().unwrap()], further].concat()
     }
 

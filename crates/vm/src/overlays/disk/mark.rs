@@ -21,8 +21,8 @@ impl OverlayDisk {
         let (top, below) = found.chain.split_last()?;
         let state = self.directory.state();
         let ended = below.last().copied().unwrap_or(state.merged);
-        // After a restore, the epochs before the one that the guest writes to are dead.
-        if ended + 1 != *top || state.is_dead(ended) || found.merging.is_some() {
+        // After a restore, the epochs before the one that the guest writes to are dead. Below the floor, an epoch has no disk.
+        if ended < state.floor || ended + 1 != *top || state.is_dead(ended) || found.merging.is_some() {
             return None;
         }
         // QEMU puts another one quickly, libvirt does not.
