@@ -302,6 +302,13 @@ impl TrackingSession {
         self.overlays.is_some()
     }
 
+    /// Leaves the disks as a restore needs them, because this session takes no further checkpoint.
+    pub(crate) fn settle_overlays(&mut self) {
+        if let Some(overlays) = &mut self.overlays {
+            overlays.settle(self.monitors.control());
+        }
+    }
+
     /// If the overlays have no room, merges all of them into their images, so that the guest can run on. Returns whether
     /// that was so.
     pub(crate) fn end_full_overlays(&mut self) -> Result<bool, CheckpointError> {

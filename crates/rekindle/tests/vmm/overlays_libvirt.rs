@@ -1,7 +1,9 @@
 //! `rekindle protect --disk overlays` of a libvirt domain: libvirt puts the overlays and merges them, and its users cannot
 //! merge into what a checkpoint needs.
 
+mod devices;
 mod heads;
+mod interference;
 mod resource;
 mod restore;
 
@@ -62,6 +64,12 @@ impl<'a> Attached<'a> {
                 path.display()
             );
         }
+        Self::boot_on(&devices, firmware, libvirt, lab)
+    }
+
+    /// Boots a domain with these disks.
+    fn boot_on(disks: &str, firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
+        let mut devices = disks.to_owned();
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
         if firmware == Firmware::Uefi {
             devices += "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
@@ -121,6 +129,16 @@ impl<'a> Attached<'a> {
         assert!(now.starts_with(overlays(target).to_str().unwrap()), "{now}");
         assert_eq!(mode(&image(target)), 0o444);
         assert_ne!(mode(Path::new(&now)) & 0o200, 0);
+    }
+
+    /// Takes a checkpoint, then kills a protector at each of these fault points, one after the other.
+    fn kill_protectors_at(&self, points: &[&str], store: &Path) {
+        protect(self.lab, "dom", store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+        for (seed, point) in points.iter().enumerate() {
+            write_both(&self.guest, seed as u64);
+            let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
+            Protector::start_with(&self.guest, self.lab, store, &OVERLAYS, &fault).wait_killed();
+        }
     }
 
     fn kill_qemu(&self) {
@@ -204,12 +222,7 @@ fn continue_after_killed_at(points: &[&str]) {
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
-    for (seed, point) in points.iter().enumerate() {
-        write_both(guest, seed as u64);
-        let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
-        Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
-    }
+    attached.kill_protectors_at(points, &store);
     write_both(guest, 10);
     let expected = read_both(guest);
     let protected = protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
