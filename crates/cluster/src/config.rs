@@ -1,9 +1,9 @@
 //! Commands for the cluster manager's configuration, with the VM's utilization, so that it is placed on a node with
 //! enough room.
 
-use crate::patience::answer_within;
 use crate::resource::SYSTEM_URI;
 use rekindle_kernel::libvirt_client::{Connection, LibvirtError};
+use rekindle_kernel::patience::answer_within;
 use rekindle_vm::definition::Definition;
 use std::path::Path;
 use std::time::Duration;

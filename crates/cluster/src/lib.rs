@@ -26,7 +26,6 @@ pub mod loops;
 pub mod migrate;
 pub mod monitor;
 pub mod outcome;
-mod patience;
 pub mod resource;
 pub mod start;
 pub mod stop;

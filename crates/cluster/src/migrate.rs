@@ -18,7 +18,16 @@ use std::time::Instant;
 #[must_use]
 pub fn settings(resource: &Resource, remote: RemoteHost) -> MoveSettings {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
-    MoveSettings { remote, store, create_store: false, identity, definition: None, qemu: None }
+    MoveSettings {
+        remote,
+        store,
+        create_store: false,
+        identity,
+        definition: None,
+        qemu: None,
+        connect: None,
+        preview: false,
+    }
 }
 
 /// Moves the VM to the node `remote`. After `deadline`, no further step of the move is started.

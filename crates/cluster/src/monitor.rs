@@ -2,10 +2,10 @@
 
 use crate::guest::{ResourceGuest, guest_of};
 use crate::loops;
-use crate::patience::answer_within;
 use crate::resource::Resource;
 use crate::store_query::find;
 use rekindle_kernel::file::flock_holder;
+use rekindle_kernel::patience::answer_within;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_probe::{Target, check};
 use rekindle_protect::owned::OwnerRecord;

@@ -27,6 +27,8 @@ pub enum ClockOutcome {
     #[serde(rename = "told")]
     SetByGuest,
     NoAgent,
+    /// The guest is a domain of libvirt, which has its agent.
+    NotSet,
     Failed(String),
 }
 
@@ -35,6 +37,9 @@ impl fmt::Display for ClockOutcome {
         match self {
             Self::Set => write!(f, "its clock is set"),
             Self::SetByGuest => write!(f, "it sets its clock itself"),
+            Self::NotSet => {
+                write!(f, "its clock continues from the moment of the stop; to set it: virsh domtime DOMAIN --now")
+            }
             Self::NoAgent => write!(f, "its clock continues from the moment of the stop, since no agent runs in it"),
             Self::Failed(why) => {
                 write!(f, "its clock continues from the moment of the stop, since it cannot be set: {why}")

@@ -13,7 +13,7 @@
 //!   writing ([`write_watch`]), mapped files ([`mapping`]), large buffers ([`large`]), the read-only flag of block devices
 //!   ([`block_device`]);
 //! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
-//! - libvirt's C library ([`libvirt_client`]).
+//! - libvirt's C library ([`libvirt_client`]); time limits for answers that may never come ([`patience`]).
 //!
 //! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
 //! their use.
@@ -40,6 +40,7 @@ pub mod netns;
 pub mod output;
 pub mod packet;
 pub mod pagemap;
+pub mod patience;
 pub mod process;
 pub mod sched;
 pub mod softdirty;

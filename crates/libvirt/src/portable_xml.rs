@@ -57,10 +57,13 @@ pub fn describe(xml: &str) -> Result<Description, String> {
         let parent = node.parent_element().map(|parent| parent.tag_name().name().to_owned());
         matches!(
             (parent.as_deref(), node.tag_name().name()),
-            (Some("os"), "kernel" | "initrd" | "loader" | "nvram") | (Some("devices"), "emulator")
+            (Some("os"), "kernel" | "initrd" | "loader") | (Some("devices"), "emulator")
         )
     };
     let files = document.descendants().filter(is_file).filter_map(|node| node.text());
+    // libvirt makes the file of the variables, if there is none.
+    let templates = document.descendants().filter(|node| node.has_tag_name("nvram"));
+    let files = files.chain(templates.filter_map(|node| node.attribute("template")));
     let emulator = document.descendants().find(|node| node.has_tag_name("emulator")).and_then(|node| node.text());
     let (networks, bridges, devices) = (sources("network"), sources("bridge"), sources("dev"));
     Ok(Description {
@@ -124,7 +127,7 @@ mod tests {
     use super::*;
 
     const XML: &str = "<domain type='kvm'><name>db</name><uuid>1-2</uuid>
-        <os><loader>/ovmf</loader><kernel>/boot/k</kernel></os>
+        <os><loader>/ovmf</loader><nvram template='/vars'>/new</nvram><kernel>/boot/k</kernel></os>
         <devices><emulator>/usr/bin/qemu</emulator>
           <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='/i/a&amp;b' index='2'/>
             <backingStore type='file'><format type='raw'/><source file='/below'/></backingStore>
@@ -140,7 +143,7 @@ mod tests {
     fn what_a_domain_needs_is_read() {
         let description = describe(XML).unwrap();
         assert_eq!((description.name.as_str(), description.uuid.as_str()), ("db", "1-2"));
-        assert_eq!(description.files, ["/ovmf", "/boot/k", "/usr/bin/qemu"].map(PathBuf::from));
+        assert_eq!(description.files, ["/ovmf", "/boot/k", "/usr/bin/qemu", "/vars"].map(PathBuf::from));
         assert_eq!(description.networks, ["default".to_owned()].into());
         assert!(description.interfaces.is_empty());
         let bridged = describe(&XML.replace("network='default' ", "")).unwrap();

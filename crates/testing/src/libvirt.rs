@@ -11,7 +11,7 @@
 
 use crate::micro::{self, KERNEL, KERNEL_OPTIONS, ONE_CPU, TWO_CPUS, exchange, free_port};
 use crate::{DEADLINE, poll, tools};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use rekindle_kernel::process::Process;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::io::Errno;
@@ -19,10 +19,12 @@ use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, mount_move, unmount,
 };
 use std::cell::Cell;
-use std::fs;
+use std::env;
+use std::fs::{self, File};
 use std::io;
 use std::marker::PhantomData;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -53,11 +55,38 @@ const NETWORK: [u8; 3] = [198, 51, 100];
 /// Time limit of a first reply of the guest. A new connection is faster than a retransmission of QEMU's user network.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The configuration of a second daemon's QEMUs: cgroups are not private, and have the names of the domains.
+const WITHOUT_CGROUPS: &str = "cgroup_controllers = []\n";
+
+/// The mount and the network namespace of a thread.
+struct Namespaces {
+    mount: File,
+    network: File,
+}
+
+impl Namespaces {
+    fn current() -> Self {
+        let open = |name: &str| File::open(format!("/proc/thread-self/ns/{name}")).unwrap();
+        Self { mount: open("mnt"), network: open("net") }
+    }
+
+    /// Puts the calling thread into them.
+    fn enter(&self) {
+        let directory = env::current_dir().unwrap();
+        setns(&self.mount, CloneFlags::CLONE_NEWNS).unwrap();
+        setns(&self.network, CloneFlags::CLONE_NEWNET).unwrap();
+        env::set_current_dir(directory).unwrap();
+    }
+}
+
 /// A private libvirt. What the test's thread starts and opens from then on, also threads and processes, finds this one
 /// instead of the host's. Its domains and daemons end on drop.
 pub struct PrivateLibvirt {
     /// Domains that were started with a tap.
     taps: Cell<u8>,
+    /// Those of the thread before.
+    outer: Namespaces,
+    inner: Namespaces,
     /// The namespaces belong to the thread that has made them.
     _not_send: PhantomData<*const ()>,
 }
@@ -65,9 +94,32 @@ pub struct PrivateLibvirt {
 impl PrivateLibvirt {
     /// Starts libvirt for the calling thread. Needs root.
     pub fn start() -> Self {
+        Self::start_with("")
+    }
+
+    /// Starts the libvirt of another host, and enters it. The file systems outside of libvirt's directories are those of
+    /// both hosts.
+    pub fn start_second(&self) -> Self {
+        self.outer.enter();
+        Self::start_with(WITHOUT_CGROUPS)
+    }
+
+    /// Makes this the libvirt that the calling thread finds.
+    pub fn enter(&self) {
+        self.inner.enter();
+    }
+
+    /// Returns the beginning of a shell command that runs another one where this libvirt is found.
+    pub fn command_prefix(&self) -> String {
+        let path = |file: &File| format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        format!("nsenter --mount={} --net={}", path(&self.inner.mount), path(&self.inner.network))
+    }
+
+    fn start_with(qemu_configuration: &str) -> Self {
         for program in [LIBVIRTD, VIRTLOGD] {
             assert!(Path::new(program).exists(), "{program} is missing; install libvirt-daemon-system");
         }
+        let outer = Namespaces::current();
         unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWNET).expect("namespaces; run the tests as root");
         mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
         for directory in PRIVATE_DIRECTORIES {
@@ -76,13 +128,15 @@ impl PrivateLibvirt {
         }
         hide_kvm();
         fs::write("/etc/libvirt/libvirtd.conf", DAEMON_CONFIGURATION).unwrap();
+        fs::write("/etc/libvirt/qemu.conf", qemu_configuration).unwrap();
         fs::create_dir(IMAGE_DIRECTORY).unwrap();
         for image in [KERNEL, COMPRESSED_KERNEL, "initrd"] {
             fs::copy(tools::micro().join(image), Path::new(IMAGE_DIRECTORY).join(image)).unwrap();
         }
         make_bridge();
         start_in_background(VIRTLOGD);
-        let libvirt = Self { taps: Cell::new(0), _not_send: PhantomData };
+        let inner = Namespaces::current();
+        let libvirt = Self { taps: Cell::new(0), outer, inner, _not_send: PhantomData };
         libvirt.start_daemon();
         libvirt
     }
@@ -172,6 +226,7 @@ impl Reach {
 
 impl Drop for PrivateLibvirt {
     fn drop(&mut self) {
+        self.enter();
         let entries = fs::read_dir(STATUS_DIRECTORY).into_iter().flatten().flatten();
         // The daemon has its own pid file in the directory.
         let status_files =

@@ -5,10 +5,10 @@
 
 use super::ResourceGuest;
 use crate::outcome::{StartError, StartResult, StrayQemu};
-use crate::patience::answer_within;
 use crate::resource::{Resource, SYSTEM_URI};
 use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
 use rekindle_kernel::output::last_lines;
+use rekindle_kernel::patience::answer_within;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_libvirt::domains;

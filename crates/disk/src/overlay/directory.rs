@@ -130,6 +130,21 @@ impl<D: LogFiles> OverlayDirectory<D> {
         }
     }
 
+    /// Reads the state of a directory that another process may have claimed. `None`: it has no valid state.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn peek(files: &D) -> Result<Option<OverlayState>, OverlayError> {
+        match files.peek(STATE_NAME, STATE_BYTES) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            start => {
+                let start = start.map_err(failed(files, "reading its state"))?;
+                let newest = start.map(|start| newest_slot::<OverlayState>(&start.bytes));
+                Ok(newest.and_then(Result::ok).flatten().map(|slot| slot.state))
+            }
+        }
+    }
+
     #[must_use]
     pub fn state(&self) -> &OverlayState {
         &self.state

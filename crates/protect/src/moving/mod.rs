@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`source`] | the source host: checkpoints, the final pause, the decision |
 //! | [`target`] | the destination host |
+//! | `domain` | what differs if the guest is a domain of libvirt |
 //! | `protocol` | the messages between them |
 //! | `remote` | the connection between them, by ssh |
 //! | `stopped_state` | the state of the stopped guest, as it is sent |
@@ -13,6 +14,7 @@
 //!
 //! `docs/move.md` has the sequence, and why no two QEMUs can run the guest.
 
+mod domain;
 mod protocol;
 mod record;
 mod remote;
@@ -56,6 +58,24 @@ pub enum MoveError {
          (server = true), or make it read-only"
     )]
     Disk { name: String, disk: String },
+    /// Only libvirt can give the guest to its destination host.
+    #[error(
+        "VM {name} is an attached QEMU without libvirt, and cannot be moved: its host's programs manage it. To continue the \
+         guest on another host: end it here, and there: rekindle restore {name}"
+    )]
+    BareQemu { name: String },
+    #[error(
+        "VM {name} was attached by an older Rekindle: rekindle detach {name}, then rekindle attach {name} --libvirt"
+    )]
+    OldAttachment { name: String },
+    #[error("{name} is a domain of libvirt; moves of domains are new, with the limits in docs/move.md: --preview")]
+    Preview { name: String },
+    #[error("{name} is a domain of libvirt, which defines it on the other host as here: move it without {option}")]
+    DomainOption { name: String, option: &'static str },
+    #[error("{name} is no domain of libvirt: move it without --connect")]
+    NoDomain { name: String },
+    #[error("libvirt's description of {name} cannot be read: {why}")]
+    Domain { name: String, why: String },
     /// A checkpoint failed.
     #[error("no checkpoint can be taken of {name}")]
     Checkpoint {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// Version of the protocol.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 /// Maximum length of a line in bytes.
 pub(super) const MAX_LINE_BYTES: usize = 4 << 20;
 
@@ -61,6 +61,17 @@ pub(super) struct Hello {
     /// The guest's network output is held until a checkpoint is committed. The destination host must hold it, too.
     #[serde(default)]
     pub hold_output: bool,
+    /// Set for a domain, which libvirt runs on the destination host as well.
+    pub domain: Option<MovingDomain>,
+}
+
+/// A domain that libvirt runs.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct MovingDomain {
+    /// Connection URI of libvirt on the destination host; none: libvirt chooses.
+    pub connect: Option<String>,
+    /// Files of its disks, which both hosts must have.
+    pub images: Vec<PathBuf>,
 }
 
 /// Content of [`Message::Go`].
@@ -79,11 +90,12 @@ pub(super) enum Answer {
     /// The VM cannot run on the destination host, or the message is not acceptable. The destination host keeps nothing
     /// of the VM.
     Refused { why: String },
-    /// A destination QEMU waits for the guest.
+    /// A destination QEMU waits for the guest, or libvirt can start one.
     Prepared {
         /// The checkpoint from whose recipe the QEMU was started.
         checkpoint: u64,
-        pid: u32,
+        /// None for a domain, whose QEMU libvirt starts when the guest is stopped.
+        pid: Option<u32>,
     },
     /// The data of the newest checkpoint that a load needs was read.
     #[serde(rename = "looked")]
@@ -141,8 +153,8 @@ mod tests {
         let running =
             r#"{"running":{"pid":3,"us":5,"prepared":true,"ahead":false,"unused":null,"clock":"set","since_us":9}}"#;
         assert_eq!(serde_json::to_string(&serde_json::from_str::<Answer>(running).unwrap()).unwrap(), running);
-        let query = Message::QueryStatus { version: 2, name: "web".parse().unwrap() };
-        assert_eq!(line(&query), r#"{"ask":{"version":2,"name":"web"}}"#);
+        let query = Message::QueryStatus { version: VERSION, name: "web".parse().unwrap() };
+        assert_eq!(line(&query), r#"{"ask":{"version":3,"name":"web"}}"#);
         assert_eq!(line(&Message::ReadNewest {}), r#"{"look":{}}"#);
         assert!(serde_json::from_str::<Message>(r#"{"jump":{}}"#).is_err());
     }

@@ -7,6 +7,7 @@
 //! store. If the store does not answer, nothing is decided, and the guest stays stopped.
 
 use super::MoveError;
+use super::domain::SourceDomain;
 use super::protocol::{Answer, Message, VERSION};
 use super::record::MoveRecord;
 use super::remote::RemoteHost;
@@ -120,6 +121,9 @@ pub(super) fn remove_here(host: &Host, held: &LockedVm, mut journal: Journal) ->
     let path = held.rundir.file("operation.json");
     journal.advance(Step::Settle).map_err(|source| MoveError::File { path, source })?;
     rekindle_vm::fault::point("move.settle.journalled", held.state.vmm.as_ref(), None);
+    if let Some(domain) = SourceDomain::of(&held.state) {
+        domain.end(&held.rundir, &held.state)?;
+    }
     Ok(clean_up(host, &held.rundir, &held.state)?)
 }
 

@@ -29,7 +29,7 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::overlays::RestoredOverlays;
+use rekindle_vm::overlays::{RestoredOverlays, SourceQemu};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::slot::{IdleSlot, Plan};
 use rekindle_vm::state::Prepared;
@@ -77,7 +77,7 @@ impl<'a> EarlyLoad<'a> {
         let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
         let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
         // A guest that moves has no overlays on its disks.
-        let overlays = RestoredOverlays::open(&[])?;
+        let overlays = RestoredOverlays::open(&[], SourceQemu::Ended)?;
         let planned = plan_restore(&idle_slot, name, request, &chosen, &overlays).and_then(|planned| match planned {
             RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
             RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),

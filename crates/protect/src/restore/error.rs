@@ -199,7 +199,7 @@ impl From<HandoverError> for RestoreError {
     }
 }
 
-fn listed(words: &[(String, u64, u64)]) -> String {
+pub(super) fn listed(words: &[(String, u64, u64)]) -> String {
     let difference = |(name, was, now): &(String, u64, u64)| format!("{name} was {was:#x} and is {now:#x}");
     words.iter().map(difference).collect::<Vec<_>>().join(", ")
 }

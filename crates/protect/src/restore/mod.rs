@@ -40,7 +40,7 @@ use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::overlays::RestoredOverlays;
+use rekindle_vm::overlays::{RestoredOverlays, SourceQemu};
 use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
@@ -73,6 +73,13 @@ pub struct Request {
     /// Set for a move: the restore succeeds only if this host becomes the next owner of the store, because the source
     /// host may resume the guest.
     pub move_claim: Option<Arc<MoveClaim>>,
+}
+
+impl Request {
+    /// Returns what the QEMU that has written the checkpoint's disks may still do.
+    fn source_qemu(&self) -> SourceQemu {
+        if self.move_claim.is_some() { SourceQemu::Stopped } else { SourceQemu::Ended }
+    }
 }
 
 /// A destination host's claim on a guest that the source host has stopped. The source host resumes the guest if this
@@ -161,10 +168,11 @@ fn attempt(
     let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
     let mut idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
-    let planned = RestoredOverlays::open(&chosen.overlays).map_err(RestoreError::from).and_then(|overlays| {
-        let plan = plan_restore(&idle_slot, name, request, &chosen, &overlays)?;
-        Ok((plan, overlays))
-    });
+    let planned =
+        RestoredOverlays::open(&chosen.overlays, SourceQemu::Ended).map_err(RestoreError::from).and_then(|overlays| {
+            let plan = plan_restore(&idle_slot, name, request, &chosen, &overlays)?;
+            Ok((plan, overlays))
+        });
     let (RestorePlan { plan, prepared }, mut overlays) = match planned {
         Ok(planned) => planned,
         Err(e) => {

@@ -309,6 +309,11 @@ impl TrackingSession {
         }
     }
 
+    /// Lets another host use the overlays of a guest that stays stopped. This QEMU still has them open.
+    pub(crate) fn release_overlays(&mut self) {
+        self.overlays = None;
+    }
+
     /// If the overlays have no room, merges all of them into their images, so that the guest can run on. Returns whether
     /// that was so.
     pub(crate) fn end_full_overlays(&mut self) -> Result<bool, CheckpointError> {

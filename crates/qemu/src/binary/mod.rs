@@ -2,6 +2,7 @@
 
 mod cache;
 
+use crate::cpu::{self, Features};
 use crate::qmp::{Qmp, QmpError, Version};
 use crate::syntax::Syntax;
 use cache::DependencyRecorder;
@@ -92,24 +93,24 @@ impl Binary {
 
     fn probe_with_dependencies(path: &Path) -> Result<(Self, DependencyRecorder), BinaryError> {
         let mut dependencies = DependencyRecorder::begin(path);
-        let failed = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
-        let (own_end, qemu_end) = UnixStream::pair().map_err(failed)?;
-        let second_qemu_end = qemu_end.try_clone().map_err(failed)?;
-        let mut command = Command::new(path);
-        command
-            .args(["-machine", "none", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S"])
-            .args(["-qmp", "stdio"])
-            .stdin(Stdio::from(OwnedFd::from(qemu_end)))
-            .stdout(Stdio::from(OwnedFd::from(second_qemu_end)))
-            .stderr(Stdio::piped());
-        let child = die_with_starter(&mut command).spawn().map_err(failed)?;
-        // Close our copies of the QEMU's end of the socket: they would hide that the QEMU has ended.
-        drop(command);
-        let answers = Qmp::over(own_end, GREETING_TIMEOUT).and_then(|qmp| Self::query(path, qmp));
-        dependencies.record(Process::of(child.id()));
-        let output = end(child);
-        let binary = answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })?;
+        let binary = with_machine(path, &["-machine", "none", "-accel", "tcg"], |qmp, process| {
+            let binary = Self::query(path, qmp);
+            dependencies.record(process);
+            binary
+        })?;
         Ok((binary, dependencies))
+    }
+
+    /// Returns the CPU features that a guest would see on this host. Starts a QEMU with the machine and ends it.
+    ///
+    /// # Errors
+    /// [`BinaryError`] with QEMU's message, e.g. if this host cannot provide the machine or the CPU model.
+    pub fn cpu_features(&self, machine: &str, accelerator: &str, cpu_model: &str) -> Result<Features, BinaryError> {
+        let mut arguments = vec!["-machine", machine, "-accel", accelerator];
+        if !cpu_model.is_empty() {
+            arguments.extend(["-cpu", cpu_model]);
+        }
+        with_machine(&self.path, &arguments, |mut qmp, _| cpu::features(&mut qmp))
     }
 
     fn query(path: &Path, mut qmp: Qmp) -> Result<Self, QmpError> {
@@ -137,6 +138,31 @@ impl Binary {
     pub fn saves_device_state(&self) -> bool {
         self.commands.contains("xen-save-devices-state")
     }
+}
+
+/// Starts the QEMU at `path` with the machine of these arguments, which does not run, and ends it after `query`.
+fn with_machine<T>(
+    path: &Path,
+    machine: &[&str],
+    query: impl FnOnce(Qmp, io::Result<Process>) -> Result<T, QmpError>,
+) -> Result<T, BinaryError> {
+    let failed = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
+    let (own_end, qemu_end) = UnixStream::pair().map_err(failed)?;
+    let second_qemu_end = qemu_end.try_clone().map_err(failed)?;
+    let mut command = Command::new(path);
+    command
+        .args(machine)
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-S", "-qmp", "stdio"])
+        .stdin(Stdio::from(OwnedFd::from(qemu_end)))
+        .stdout(Stdio::from(OwnedFd::from(second_qemu_end)))
+        .stderr(Stdio::piped());
+    let child = die_with_starter(&mut command).spawn().map_err(failed)?;
+    // Close our copies of the QEMU's end of the socket: they would hide that the QEMU has ended.
+    drop(command);
+    let process = Process::of(child.id());
+    let answers = Qmp::over(own_end, GREETING_TIMEOUT).and_then(|qmp| query(qmp, process));
+    let output = end(child);
+    answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })
 }
 
 /// Ends the child and returns its standard error output.

@@ -109,7 +109,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
             restore::recover::Outcome::Finished => Recovered::Finished,
             restore::recover::Outcome::Removed => Recovered::Removed,
         }),
-        Kind::Move => recover_move(host, &locked_vm, journal),
+        Kind::Move => recover_move(host, &locked_vm, journal, policy),
         Kind::Stop => {
             clean_up(host, &locked_vm.rundir, &locked_vm.state)?;
             Ok(Recovered::Removed)
@@ -147,8 +147,17 @@ fn recover_run(host: &Host, locked_vm: &LockedVm, journal: Journal) -> Result<Re
 
 /// Settles a move: the store's owner decides which host has the guest. If the source QEMU died before the destination
 /// host was notified, the memory is lost.
-fn recover_move(host: &Host, locked_vm: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
+fn recover_move(
+    host: &Host,
+    locked_vm: &LockedVm,
+    journal: Journal,
+    policy: SilentQemuPolicy,
+) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
+        if locked_vm.state.attached.is_some() {
+            journal.close().map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
+            return idle::recover_idle(host, locked_vm, policy);
+        }
         return boot_after_loss(continue_interrupted(locked_vm, journal), None);
     }
     Ok(match settle(host, locked_vm, journal).map_err(RebootError::Move)? {

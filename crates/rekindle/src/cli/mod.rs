@@ -233,16 +233,17 @@ Examples:
     /// Both hosts reach the same store and disk images. The guest's memory is loaded on demand on the other host.
     ///
     /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle
-    /// there.
+    /// there. Or the VM is an attached domain of libvirt, and libvirt runs there, too.
     ///
-    /// On success: the guest runs there; nothing of it is left here.
+    /// On success: the guest runs there; nothing of it is left here, except libvirt's definition of a domain.
     ///
     /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the
     /// guest.
     #[command(after_help = "\
 Examples:
   rekindle move web --to host2 --store /srv/checkpoints/web --dry-run
-  rekindle move web --to host2 --store /srv/checkpoints/web")]
+  rekindle move web --to host2 --store /srv/checkpoints/web
+  rekindle move domain --to host2 --store /srv/checkpoints/domain --preview")]
     Move(Move),
     /// Receive a guest from another host: `rekindle move` starts this over ssh and sends requests on standard input.
     #[command(hide = true)]

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub struct Move {
-    /// The VM.
+    /// The VM: one that Rekindle runs, or an attached domain of libvirt.
     pub name: Name,
     #[command(flatten)]
     pub remote: RemoteHost,
@@ -26,6 +26,12 @@ pub struct Move {
     /// The QEMU on the other host to use instead of the one in the definition.
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// For a domain of libvirt: the connection URI of libvirt on the other host [default: as on this host].
+    #[arg(long, value_name = "URI", conflicts_with_all = ["definition", "qemu"])]
+    pub connect: Option<String>,
+    /// Required for a domain of libvirt, which is new: see the limits in docs/move.md.
+    #[arg(long)]
+    pub preview: bool,
     /// Only check, here and on the other host, whether the VM can be moved; change nothing.
     #[arg(long)]
     pub dry_run: bool,

@@ -26,6 +26,8 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
         identity: identity(&arguments.tls),
         definition: arguments.definition.clone(),
         qemu: arguments.qemu.clone(),
+        connect: arguments.connect.clone(),
+        preview: arguments.preview,
     };
     let interrupted = interrupts()?;
     let mut report = |event: &MoveEvent| {

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
@@ -98,6 +99,21 @@ impl Lab {
         command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG").env_remove("REKINDLE_LOG_DIR");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
+    }
+
+    /// Writes a script in place of `ssh`, which runs Rekindle in this lab, and returns its path. `prefix`: the beginning of
+    /// the command. `FAR_FAULT` selects a fault there.
+    pub fn write_ssh(&self, prefix: &str) -> PathBuf {
+        let script = self.path("ssh");
+        // The script's arguments are those of `ssh`: first the host, then a command for its shell.
+        let text = format!(
+            "#!/bin/sh\nshift\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} REKINDLE_FAULT=$FAR_FAULT exec {prefix}sh -c \"$*\"\n",
+            self.run_root(),
+            self.path(".host.toml")
+        );
+        fs::write(&script, text).expect("a file in the lab");
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("our own file");
+        script
     }
 
     /// Runs `rekindle` with these arguments. The command may fail.

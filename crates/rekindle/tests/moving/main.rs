@@ -17,7 +17,6 @@ use rekindle_testing::process::attached_queues;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -44,15 +43,7 @@ impl Pair {
         let (disk, store) = (image(&here, "disk.raw"), here.path("store"));
         for lab in [&here, &there] {
             adapt(lab.vm(name)).section(&section(&disk, "")).write();
-            let script = lab.path("ssh");
-            // The script's arguments are those of `ssh`: first the host, then a command for its shell.
-            let text = format!(
-                "#!/bin/sh\nshift\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} REKINDLE_FAULT=$FAR_FAULT exec sh -c \"$*\"\n",
-                lab.run_root(),
-                lab.path(".host.toml")
-            );
-            fs::write(&script, text).unwrap();
-            fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+            lab.write_ssh("");
         }
         let pair = Self { here, there, name, disk, store };
         pair.new_store();

@@ -4,6 +4,7 @@
 mod devices;
 mod heads;
 mod interference;
+mod moving;
 mod resource;
 mod restore;
 
@@ -25,6 +26,7 @@ use std::time::Duration;
 const URI: &str = "qemu:///system";
 const IMAGES: &str = "/var/lib/libvirt/images";
 const DISK_BYTES: u64 = 64 << 20;
+const TPM: &str = "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
 const OVERLAYS: [&str; 2] = ["--disk", "overlays"];
 
 /// A domain with two disks, `vda` raw and `vdb` qcow2, that is attached as VM `dom`.
@@ -47,24 +49,35 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o777
 }
 
+/// Makes the images of both disks, and returns libvirt's description of the disks.
+fn make_disks(directory: &Path) -> String {
+    let mut devices = String::new();
+    for (target, format) in [("vda", "raw"), ("vdb", "qcow2")] {
+        let (path, size) = (directory.join(format!("{target}.image")), DISK_BYTES.to_string());
+        let create = Command::new("qemu-img").args(["create", "-q", "-f", format]).arg(&path).arg(size).status();
+        assert!(create.unwrap().success());
+        devices += &format!(
+            "<disk type='file' device='disk'><driver name='qemu' type='{format}'/><source file='{}'/>
+             <target dev='{target}' bus='virtio'/></disk>",
+            path.display()
+        );
+    }
+    devices
+}
+
+/// Defines a domain that runs, so that it can be started again.
+fn define(libvirt: &PrivateLibvirt, domain: &Domain<'_>) {
+    fs::write("/run/defined.xml", libvirt.virsh(&["dumpxml", &domain.name, "--inactive"])).unwrap();
+    libvirt.virsh(&["define", "/run/defined.xml"]);
+}
+
 impl<'a> Attached<'a> {
     fn boot(libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
         Self::boot_with(Firmware::Bios, libvirt, lab)
     }
 
     fn boot_with(firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
-        let mut devices = String::new();
-        for (target, format) in [("vda", "raw"), ("vdb", "qcow2")] {
-            let (path, size) = (image(target), DISK_BYTES.to_string());
-            let create = Command::new("qemu-img").args(["create", "-q", "-f", format]).arg(&path).arg(size).status();
-            assert!(create.unwrap().success());
-            devices += &format!(
-                "<disk type='file' device='disk'><driver name='qemu' type='{format}'/><source file='{}'/>
-                 <target dev='{target}' bus='virtio'/></disk>",
-                path.display()
-            );
-        }
-        Self::boot_on(&devices, firmware, libvirt, lab)
+        Self::boot_on(&make_disks(Path::new(IMAGES)), firmware, libvirt, lab)
     }
 
     /// Boots a domain with these disks.
@@ -72,12 +85,10 @@ impl<'a> Attached<'a> {
         let mut devices = disks.to_owned();
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
         if firmware == Firmware::Uefi {
-            devices += "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
+            devices += TPM;
         }
         let domain = libvirt.boot(&DomainOptions { devices: &devices, firmware, ..DomainOptions::new("overlays") });
-        // It is defined, so that it can be started again.
-        fs::write("/run/defined.xml", libvirt.virsh(&["dumpxml", &domain.name, "--inactive"])).unwrap();
-        libvirt.virsh(&["define", "/run/defined.xml"]);
+        define(libvirt, &domain);
         let guest = lab.vm("dom").net(Net::User(domain.address.port())).guest();
         let attached = Self { libvirt, lab, domain, guest };
         attached.attach();

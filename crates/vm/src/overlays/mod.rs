@@ -49,8 +49,8 @@ mod restore;
 mod view;
 
 pub use offline::OfflineOverlays;
-pub use restore::RestoredOverlays;
 pub(crate) use restore::remove_fresh;
+pub use restore::{RestoredOverlays, SourceQemu};
 
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};
@@ -59,8 +59,9 @@ use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::OverlayHead;
+use rekindle_disk::overlay::directory::{OverlayDirectory, OverlayHead};
 use rekindle_disk::overlay::plan::MarkObstacle;
+use rekindle_disk::redo::files::LocalFiles;
 use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::block::BlockError;
 use rekindle_qemu::block::graph::{BlockGraph, CacheMode};
@@ -264,6 +265,17 @@ pub struct OverlayEpoch {
 impl OverlayEpoch {
     fn head(&self) -> Option<OverlayHead> {
         self.has_head.then_some(OverlayHead { epoch: self.id.epoch, number: self.head_number })
+    }
+
+    /// Returns which file of the disk this host does not have, or has another one of. The disk may be in use.
+    #[must_use]
+    pub fn missing(&self) -> Option<String> {
+        if !self.image.exists() {
+            return Some(format!("the file {}", self.image.display()));
+        }
+        let found = OverlayDirectory::peek(&LocalFiles::new(&self.directory, false));
+        let is_here = found.is_ok_and(|state| state.is_some_and(|state| state.disk == self.id.disk));
+        (!is_here).then(|| format!("the overlays of this disk in {}", self.directory.display()))
     }
 }
 

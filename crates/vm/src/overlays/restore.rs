@@ -36,6 +36,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use uuid::Uuid;
 
+/// The QEMU that has written the checkpoint's disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SourceQemu {
+    /// It must have ended.
+    Ended,
+    /// In a move, it keeps the stopped guest and its disks open until the guest runs here. It never writes to a file of the
+    /// checkpoint, only to the overlay of which the checkpoint has a copy.
+    Stopped,
+}
+
 /// The claimed disks of a checkpoint. On drop, the fresh overlays are removed, unless the guest may run on them.
 #[derive(Debug)]
 pub struct RestoredOverlays {
@@ -60,8 +70,9 @@ impl RestoredOverlays {
     ///
     /// # Errors
     /// [`OverlayDisksError`] names the disk that is missing, newer than the checkpoint, or in use.
-    pub fn open(epochs: &[OverlayEpoch]) -> Result<Self, OverlayDisksError> {
-        Ok(Self { disks: epochs.iter().map(RestoredDisk::open).collect::<Result<_, _>>()? })
+    pub fn open(epochs: &[OverlayEpoch], source: SourceQemu) -> Result<Self, OverlayDisksError> {
+        let disks = epochs.iter().map(|at| RestoredDisk::open(at, source)).collect::<Result<_, _>>()?;
+        Ok(Self { disks })
     }
 
     /// Returns the overlays that the destination QEMU must open.
@@ -209,6 +220,8 @@ pub(super) fn output_of(mut command: Command) -> Result<Vec<u8>, OverlayDisksErr
 
 /// Byte that QEMU locks in a file that it may write.
 pub(super) const QEMU_WRITER_BYTE: u64 = 101;
+/// Byte that QEMU locks in a file that it reads.
+const QEMU_READER_BYTE: u64 = 100;
 
 /// Checks that no program can have changed the files of a libvirt domain's checkpoint, and that no QEMU writes to a
 /// newer overlay: libvirt may have started the domain again on its overlays.
@@ -216,6 +229,7 @@ fn check_fence(
     at: &OverlayEpoch,
     directory: &OverlayDirectory<LocalFiles>,
     below: &[u64],
+    source: SourceQemu,
 ) -> Result<(), OverlayDisksError> {
     if fence::is_image_open(&at.image)? {
         let file = at.image.clone();
@@ -229,14 +243,18 @@ fn check_fence(
             return Err(OverlayDisksError::FenceOpen { file });
         }
     }
-    for epoch in directory.epochs()? {
+    let copied_overlay = at.head().filter(|_| source == SourceQemu::Stopped).map(|head| head.epoch + 1);
+    for epoch in directory.epochs()?.into_iter().filter(|epoch| Some(*epoch) != copied_overlay) {
         let path = directory.path_of(epoch);
-        let is_written = File::open(&path).and_then(|file| is_locked(file, QEMU_WRITER_BYTE));
-        if is_written.map_err(OverlayDisksError::io(&path))? {
+        if is_locked_by_qemu(&path, QEMU_WRITER_BYTE)? {
             return Err(OverlayDisksError::DomainRuns { file: path });
         }
     }
     Ok(())
+}
+
+fn is_locked_by_qemu(path: &Path, byte: u64) -> Result<bool, OverlayDisksError> {
+    File::open(path).and_then(|file| is_locked(file, byte)).map_err(OverlayDisksError::io(path))
 }
 
 /// An overlay that was made for a restored guest which has not run yet.
@@ -248,6 +266,10 @@ struct FreshOverlay {
     epoch: u64,
     /// The overlays are for one of these until another restore resumes its guest, which may have a file of this epoch.
     owners: Vec<String>,
+    /// The newest durable epoch. If it is another one now, the guest has continued in the source QEMU of a move, whose
+    /// checkpoints may have a file of this epoch.
+    #[serde(default)]
+    sealed: Option<u64>,
 }
 
 fn fresh_path(rundir: &RunDir) -> PathBuf {
@@ -273,16 +295,22 @@ impl FreshOverlay {
             Err(OverlayError::InUse { .. }) => return Ok(()),
             opened => opened?,
         };
-        let is_same = |state: &OverlayState| state.disk == self.disk && self.owners.contains(&state.owner);
-        match directory.filter(|directory| is_same(directory.state())) {
-            Some(directory) if directory.epochs()?.contains(&self.epoch) => Ok(directory.remove_overlay(self.epoch)?),
-            _ => Ok(()),
+        let is_same = |state: &OverlayState| {
+            let is_continued = self.sealed.is_some_and(|sealed| sealed != state.sealed);
+            state.disk == self.disk && self.owners.contains(&state.owner) && !is_continued
+        };
+        let Some(directory) = directory.filter(|directory| is_same(directory.state())) else { return Ok(()) };
+        if !directory.epochs()?.contains(&self.epoch) {
+            return Ok(());
         }
+        let path = directory.path_of(self.epoch);
+        let is_of_source = is_locked_by_qemu(&path, QEMU_READER_BYTE)? || is_locked_by_qemu(&path, QEMU_WRITER_BYTE)?;
+        if is_of_source { Ok(()) } else { Ok(directory.remove_overlay(self.epoch)?) }
     }
 }
 
 impl RestoredDisk {
-    fn open(at: &OverlayEpoch) -> Result<Self, OverlayDisksError> {
+    fn open(at: &OverlayEpoch, source: SourceQemu) -> Result<Self, OverlayDisksError> {
         let path = || at.directory.clone();
         let no_epoch = || OverlayError::NoEpoch { path: path(), epoch: at.id.epoch };
         let directory = OverlayDirectory::open(LocalFiles::new(&at.directory, false))?.ok_or_else(no_epoch)?;
@@ -290,7 +318,9 @@ impl RestoredDisk {
         if state.disk != at.id.disk {
             return Err(no_epoch().into());
         }
-        if let Some(pid) = running_owner(&state.owner)? {
+        if source == SourceQemu::Ended
+            && let Some(pid) = running_owner(&state.owner)?
+        {
             return Err(OverlayDisksError::InUse { pid, directory: path() });
         }
         if state.is_changed_by_others(at.id.epoch) {
@@ -305,7 +335,7 @@ impl RestoredDisk {
             return Err(OverlayDisksError::DeviceInUse { device: at.image.clone() });
         }
         if state.fence.is_some_and(|fence| fence.is_in_force) {
-            check_fence(at, &directory, &below)?;
+            check_fence(at, &directory, &below, source)?;
         }
         if let Some(head) = at.head()
             && !directory.has_head(head)?
@@ -317,8 +347,10 @@ impl RestoredDisk {
     }
 
     fn fresh(&self, owner: Option<&str>) -> FreshOverlay {
-        let owners = [self.directory.state().owner.as_str()].into_iter().chain(owner).map(str::to_owned).collect();
-        FreshOverlay { directory: self.directory.path().to_owned(), disk: self.at.id.disk, epoch: self.fresh, owners }
+        let state = self.directory.state();
+        let owners = [state.owner.as_str()].into_iter().chain(owner).map(str::to_owned).collect();
+        let (directory, sealed) = (self.directory.path().to_owned(), Some(state.sealed));
+        FreshOverlay { directory, disk: self.at.id.disk, epoch: self.fresh, owners, sealed }
     }
 
     fn for_qemu(&self) -> DiskOverlays {

@@ -163,6 +163,7 @@ impl FinalPause<'_> {
         let record = MoveRecord::new(remote.clone(), store.clone(), identity.as_ref(), vm, epoch, run, number);
         record.write(rundir).map_err(|source| MoveError::File { path: rundir.file("move.json"), source })?;
         disks::end(rundir, &self.held.state.hardware)?;
+        session.release_overlays();
         fault::point("move.suspend.let-go", Some(vmm), None);
         self.journal.advance(Step::Resume).map_err(journal_failed)?;
         fault::point("move.resume.journalled", Some(vmm), None);

@@ -12,7 +12,8 @@
 mod final_pause;
 mod precopy;
 
-use super::protocol::{Answer, Hello, Message, VERSION};
+use super::domain::SourceDomain;
+use super::protocol::{Answer, Hello, Message, MovingDomain, VERSION};
 use super::remote::Connection;
 use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
 use crate::identity_paths::IdentityPaths;
@@ -65,11 +66,15 @@ pub struct MoveSettings {
     pub definition: Option<PathBuf>,
     /// Path of a QEMU on the destination host, to use instead of the definition's.
     pub qemu: Option<PathBuf>,
+    /// libvirt's connection URI on the destination host, for a domain; none: as on this host.
+    pub connect: Option<String>,
+    /// The user knows that moves of domains are new.
+    pub preview: bool,
 }
 
 /// Moves VM `name` from this host to another one.
 ///
-/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store and
+/// *Needs:* the VM runs, and Rekindle serves its disks, they are read-only, or the VM is a domain of libvirt; ssh to the destination host; a store and
 /// images that both hosts reach.
 /// *On success:* the guest runs on the destination host with its memory; nothing of it is left on this host.
 /// *On failure:* the guest continues to run on this host, except after errors for which [`MoveError::needs_recovery`]
@@ -82,12 +87,12 @@ pub fn start(
     on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<MoveReport, MoveError> {
     let started_us = host_us();
-    let Movable { held, target, listing, mut connection } = preflight(host, name, settings, on_event)?;
+    let Movable { held, target, is_domain, listing, mut connection } = preflight(host, name, settings, on_event)?;
     let EndedProtector { protection, pid: protector } = end_protector(&held.rundir)?;
     if let Some(pid) = protector {
         on_event(&MoveEvent::ProtectorEnded { pid });
     }
-    let protect_settings = protect_settings(settings, listing.as_ref());
+    let protect_settings = protect_settings(settings, is_domain, listing.as_ref());
     let journal_failed = |source| MoveError::File { path: held.rundir.file("operation.json"), source };
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1)
         .map_err(journal_failed)?;
@@ -140,7 +145,7 @@ fn report(name: &Name, settings: &MoveSettings, moved: MovedGuest, started_us: u
 }
 
 /// Returns the parameters for the checkpoints of a move. `listing` has the checkpoints that the store has already.
-fn protect_settings(settings: &MoveSettings, listing: Option<&Listing>) -> ProtectSettings {
+fn protect_settings(settings: &MoveSettings, is_domain: bool, listing: Option<&Listing>) -> ProtectSettings {
     let kept = listing.map_or(0, |listing| listing.checkpoints.len()).max(MIN_KEPT_CHECKPOINTS);
     ProtectSettings {
         store: settings.store.clone(),
@@ -149,7 +154,7 @@ fn protect_settings(settings: &MoveSettings, listing: Option<&Listing>) -> Prote
         policy: None,
         keep: u32::try_from(kept).unwrap_or(u32::MAX),
         max_lag: None,
-        disks: DiskPolicy::Refuse,
+        disks: if is_domain { DiskPolicy::Overlays { parent: None } } else { DiskPolicy::Refuse },
         count: None,
         output_commit: false,
         compare: false,
@@ -163,6 +168,7 @@ fn protect_settings(settings: &MoveSettings, listing: Option<&Listing>) -> Prote
 struct Movable {
     held: LockedVm,
     target: Target,
+    is_domain: bool,
     /// The store's listing; none if the store is new or is to be created.
     listing: Option<Listing>,
     connection: Connection,
@@ -185,17 +191,31 @@ fn preflight(
     on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<Movable, MoveError> {
     let held = LockedVm::lock(host, name.as_str(), "move")?;
-    held.refuse_attached("moving it")?;
+    let domain = SourceDomain::movable(&held)?;
+    check_options(name, settings, domain.is_some())?;
     held.vmm()?;
     let target = Target::of(host, name.as_str())?;
+    let announced = domain.as_ref().map(|domain| domain.announce(&target, settings.connect.as_ref())).transpose()?;
     reject_disks(&held)?;
     reject_dax(&target)?;
     let listing = list_store(settings, &held.rundir)?;
     let mut connection = settings.remote.connect()?;
     let store_created_us = listing.as_ref().map(|listing| listing.created_us);
-    let remote_host = greet(&mut connection, &target, name, settings, store_created_us)?;
+    let remote_host = greet(&mut connection, &target, announced, settings, store_created_us)?;
     on_event(&MoveEvent::Ready { host: remote_host });
-    Ok(Movable { held, target, listing, connection })
+    Ok(Movable { held, target, is_domain: domain.is_some(), listing, connection })
+}
+
+/// Rejects options that do not fit the kind of guest.
+fn check_options(name: &Name, settings: &MoveSettings, is_domain: bool) -> Result<(), MoveError> {
+    let name = || name.to_string();
+    let definition = settings.definition.as_ref().map(|_| "--definition");
+    match definition.or(settings.qemu.as_ref().map(|_| "--qemu")) {
+        Some(option) if is_domain => Err(MoveError::DomainOption { name: name(), option }),
+        _ if is_domain && !settings.preview => Err(MoveError::Preview { name: name() }),
+        _ if !is_domain && settings.connect.is_some() => Err(MoveError::NoDomain { name: name() }),
+        _ => Ok(()),
+    }
 }
 
 /// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the
@@ -226,24 +246,26 @@ fn reject_disks(held: &LockedVm) -> Result<(), MoveError> {
 fn greet(
     connection: &mut Connection,
     target: &Target,
-    name: &Name,
+    domain: Option<MovingDomain>,
     settings: &MoveSettings,
     store_created_us: Option<u64>,
 ) -> Result<String, MoveError> {
+    let recipe = target.recipe();
     let hello = Hello {
         version: VERSION,
-        name: name.clone(),
-        recipe: target.recipe(),
+        name: recipe.definition.name.clone(),
+        recipe,
         store: settings.store.clone(),
         store_created_us,
         identity: settings.identity.as_ref().map(IdentityPaths::of),
         definition: settings.definition.clone(),
         qemu: settings.qemu.clone(),
         hold_output: output_is_held(target)?,
+        domain,
     };
     match connection.ask(&Message::Hello(Box::new(hello)), HELLO_TIMEOUT)? {
         Answer::Ready { version: VERSION, host } => Ok(host),
-        answer => Err(unexpected(answer, name.as_str(), &settings.remote.host)),
+        answer => Err(unexpected(answer, target.name(), &settings.remote.host)),
     }
 }
 

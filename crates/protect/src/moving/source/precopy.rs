@@ -63,7 +63,8 @@ impl<'a> PrecopiedGuest<'a> {
             if rounds.len() == 1 {
                 // After the first checkpoint, the store has the data that a destination QEMU needs to start.
                 match connection.ask(&Message::Prepare {}, PREPARE_TIMEOUT)? {
-                    Answer::Prepared { pid, .. } => on_event(&MoveEvent::Prepared { pid }),
+                    Answer::Prepared { pid: Some(pid), .. } => on_event(&MoveEvent::Prepared { pid }),
+                    Answer::Prepared { pid: None, .. } => {}
                     answer => return Err(unexpected(answer, name, connection.host())),
                 }
                 fault::point("move.prepare.prepared", Some(target.vmm()), None);

@@ -24,14 +24,16 @@
 mod connection;
 
 use super::DestinationReport;
-use super::protocol::{Answer, Go, Hello, Message, Running, VERSION};
+use super::protocol::{Answer, Go, Hello, Message, MovingDomain, Running, VERSION};
 use super::stopped_state::StoppedState;
 use crate::error::with_causes;
 use crate::identity_paths::IdentityPaths;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::concurrent::{EarlyLoad, SentState};
+use crate::restore::into_libvirt::preflight::{check_disks, check_domain};
+use crate::restore::into_libvirt::restore_into_libvirt;
 use crate::restore::prepare::{PreparedQemu, PrimedQemu, prepare};
-use crate::restore::{MoveClaim, Request, RestoreError, Restored, restore_in};
+use crate::restore::{ClockOutcome, MoveClaim, Request, RestoreError, Restored, restore_in};
 use connection::{Rejection, SourceConnection, TIMEOUTS};
 use rekindle_life::stop;
 use rekindle_store::admin;
@@ -98,7 +100,7 @@ pub fn receive(
             // The source host has cancelled the move, or has failed.
             None => return Ok(()),
             Some(Ok(Message::Prepare {})) => match incoming.prepare() {
-                Ok(PreparedQemu { checkpoint, pid, .. }) => source.send(&Answer::Prepared { checkpoint, pid }),
+                Ok(answer) => source.send(&answer),
                 Err(why) => return source.reject(why),
             },
             Some(Ok(Message::ReadNewest {})) => source.send(&incoming.read_newest()),
@@ -143,6 +145,8 @@ struct IncomingVm<'a> {
     host: &'a Host,
     name: Name,
     request: Request,
+    /// Set for a domain.
+    domain: Option<MovingDomain>,
     /// A destination QEMU may have been prepared, which is removed on drop unless the guest runs in it.
     may_have_qemu: bool,
     /// The prepared QEMU, if its memory is registered. At most one of this and `early_load` is present.
@@ -154,7 +158,8 @@ struct IncomingVm<'a> {
 impl<'a> IncomingVm<'a> {
     /// Checks whether the VM can run on this host. Creates nothing.
     fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
-        let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, .. } = hello;
+        let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, domain, .. } =
+            hello;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| with_causes(&e))?;
         let identity = identity.as_ref().map(IdentityPaths::identity);
         if let Some(created_us) = store_created_us {
@@ -164,6 +169,20 @@ impl<'a> IncomingVm<'a> {
                     "{store} is a different store there; both hosts must reach the same store by that URL"
                 ));
             }
+        }
+        if let Some(MovingDomain { connect, images }) = &domain {
+            check_domain(host, &name, &recipe, images, connect.clone()).map_err(|e| with_causes(&e))?;
+            let request = Request {
+                store,
+                identity,
+                at: None,
+                eager: false,
+                definition: None,
+                qemu: None,
+                hold_output,
+                move_claim: None,
+            };
+            return Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None });
         }
         let idle_slot = IdleSlot::lock(host, name.as_str(), "move").map_err(|e| with_causes(&e))?;
         let is_users_definition = definition.is_some();
@@ -177,14 +196,21 @@ impl<'a> IncomingVm<'a> {
         checked.map_err(|e| with_causes(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
-        Ok(Self { host, name, request, may_have_qemu: false, primed_qemu: None, early_load: None })
+        Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None })
     }
 
-    /// Prepares a destination QEMU. This also checks whether this host has everything that the QEMU needs.
-    fn prepare(&mut self) -> Result<PreparedQemu, Rejection> {
+    /// Prepares a destination QEMU. This also checks whether this host has everything that the QEMU needs. libvirt starts
+    /// the QEMU of a domain later.
+    fn prepare(&mut self) -> Result<Answer, Rejection> {
+        if self.domain.is_some() {
+            let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
+            check_disks(&self.name, &chosen).map_err(|e| with_causes(&e))?;
+            return Ok(Answer::Prepared { checkpoint: chosen.image.info().number, pid: None });
+        }
         // From here on there may be a QEMU to remove.
         self.may_have_qemu = true;
-        let prepared = prepare(self.host, &self.name, &self.request).map_err(|e| with_causes(&e))?;
+        let PreparedQemu { checkpoint, pid, .. } =
+            prepare(self.host, &self.name, &self.request).map_err(|e| with_causes(&e))?;
         let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| with_causes(&e))?;
         let differing_disks =
@@ -195,11 +221,14 @@ impl<'a> IncomingVm<'a> {
         // If this fails, the restore registers the memory, or starts another QEMU.
         self.primed_qemu =
             PrimedQemu::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", with_causes(e))).ok();
-        Ok(prepared)
+        Ok(Answer::Prepared { checkpoint, pid: Some(pid) })
     }
 
     /// Reads the data of the newest checkpoint that a load needs.
     fn read_newest(&mut self) -> Answer {
+        if self.domain.is_some() {
+            return Answer::NewestRead { checkpoint: None, pages: Vec::new() };
+        }
         match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.primed_qemu) {
             Ok(early_load) => {
                 let (checkpoint, pages) = (Some(early_load.number()), early_load.pages());
@@ -250,7 +279,10 @@ impl<'a> IncomingVm<'a> {
             self.primed_qemu = Some(early_load.into_primed());
         }
         let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..self.request.clone() };
-        let mut restored = restore_in(self.host, &self.name, &request, self.primed_qemu.take());
+        let mut restored = match &self.domain {
+            Some(MovingDomain { connect, .. }) => restore_domain(self.host, &self.name, &request, connect.clone()),
+            None => restore_in(self.host, &self.name, &request, self.primed_qemu.take()),
+        };
         if let Ok(restored) = &mut restored {
             restored.unused_reason = early_load_failure.or(restored.unused_reason.take());
         }
@@ -292,9 +324,9 @@ impl<'a> IncomingVm<'a> {
         }
     }
 
-    /// Reports the VM to `on_running` if its guest was resumed.
+    /// Reports the VM to `on_running` if its guest was resumed. A domain has no helpers of Rekindle's.
     fn notify_running(&self, answer: &Answer, on_running: &dyn Fn(&str)) {
-        if matches!(answer, Answer::Running(_)) {
+        if self.domain.is_none() && matches!(answer, Answer::Running(_)) {
             on_running(self.name.as_str());
         }
     }
@@ -313,6 +345,27 @@ impl Drop for IncomingVm<'_> {
             tracing::warn!("cannot remove what was prepared for {}: {}", self.name, with_causes(&e));
         }
     }
+}
+
+/// Restores a domain into libvirt.
+fn restore_domain(
+    host: &Host,
+    name: &Name,
+    request: &Request,
+    connect: Option<String>,
+) -> Result<Restored, RestoreError> {
+    let restored = restore_into_libvirt(host, name, request, connect, &mut |_, _| ())?;
+    Ok(Restored {
+        name: restored.name,
+        checkpoint: restored.checkpoint,
+        taken_us: restored.taken_us,
+        resumed_after_us: restored.resumed_after_us,
+        pid: restored.pid,
+        filled: restored.filled,
+        prepared: false,
+        unused_reason: None,
+        clock: ClockOutcome::NotSet,
+    })
 }
 
 /// When the guest was loaded.

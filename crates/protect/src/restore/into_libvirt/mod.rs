@@ -12,12 +12,16 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | `client` | what a restore asks libvirt |
+//! | [`preflight`] | whether this host could run a domain that another host is about to move |
 //! | `stream` | what libvirt and its QEMU get, and the registration of the RAM in between |
 //! | `image_pipe` | the pipe |
 //!
 //! Before the journal has the step `resume`, a failure or [`recover`] removes everything. The guest never runs before.
 
+mod client;
 mod image_pipe;
+pub(crate) mod preflight;
 mod stream;
 
 use super::checkpoint::{self, ChosenCheckpoint, claim_store};
@@ -26,8 +30,8 @@ use super::recover::Outcome;
 use super::{Request, RestoreError, require_same_processors};
 use crate::error::with_causes;
 use crate::save_image::{SaveImageError, domain_xml};
-use rekindle_kernel::libvirt_client::{Connection, Domain, DomainState, LibvirtError};
-use rekindle_libvirt::disks::{self, DomainDisk};
+use client::{Libvirt, missing_files};
+use rekindle_kernel::libvirt_client::DomainState;
 use rekindle_libvirt::portable_xml::{self, Description, DiskFile};
 use rekindle_life::attach::attach_locked;
 use rekindle_memory::ram::GuestRam;
@@ -40,16 +44,15 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, RestoredDomain, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
-use rekindle_vm::network::has_interface;
 use rekindle_vm::overlays::RestoredOverlays;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::slot::IdleSlot;
 use rekindle_vm::state::{Attached, State, format_of};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use stream::ImageToLoad;
 
@@ -104,7 +107,7 @@ pub fn restore_into_libvirt(
         state.refuse_prepared().map_err(rekindle_vm::error::LifeError::from)?;
     }
     let rundir = idle_slot.rundir.clone();
-    let planned = plan(&libvirt, &description, &chosen, xml);
+    let planned = plan(&libvirt, &description, &chosen, request, xml);
     let Plan { overlays, xml } = match planned {
         Ok(planned) => planned,
         Err(e) => {
@@ -233,97 +236,23 @@ fn plan(
     libvirt: &Libvirt,
     description: &Description,
     chosen: &ChosenCheckpoint,
+    request: &Request,
     xml: &str,
 ) -> Result<Plan, RestoreError> {
-    if let Some(known) = libvirt.find(&description.uuid)?
-        && known.state().map_err(|e| libvirt.failed(e))? != DomainState::ShutOff
-    {
+    if libvirt.has_guest(&description.uuid)? {
         return Err(RestoreError::DomainRuns { domain: description.name.clone() });
     }
-    let mut overlays = RestoredOverlays::open(&chosen.overlays)?;
+    let mut overlays = RestoredOverlays::open(&chosen.overlays, request.source_qemu())?;
     let files = overlays.give_to_libvirt(&description.disks)?;
-    let missing = libvirt.missing(description, &files)?;
+    let mut missing = libvirt.missing(description)?;
+    let other_disks = description.disks.iter().filter(|disk| !files.contains_key(&disk.target));
+    missing.extend(missing_files(other_disks.filter_map(|disk| disk.files.first()).map(Path::new)));
     if !missing.is_empty() {
         return Err(RestoreError::Missing { domain: description.name.clone(), missing });
     }
     let files = files.into_iter().map(|(target, path)| (target, DiskFile::qcow2(path))).collect();
     let xml = portable_xml::with_disks_on(xml, &files).map_err(|problem| RestoreError::DomainXml { problem })?;
     Ok(Plan { overlays, xml })
-}
-
-/// A connection to libvirt, for one domain.
-struct Libvirt {
-    connection: Arc<Connection>,
-    /// Names the domain in errors.
-    domain: String,
-}
-
-impl Libvirt {
-    fn open(uri: Option<String>, domain: String) -> Result<Self, RestoreError> {
-        match Connection::open(uri.as_deref()) {
-            Ok(connection) => Ok(Self { connection: Arc::new(connection), domain }),
-            Err(source) => Err(RestoreError::Libvirt { domain, source }),
-        }
-    }
-
-    fn failed(&self, source: LibvirtError) -> RestoreError {
-        RestoreError::Libvirt { domain: self.domain.clone(), source }
-    }
-
-    /// Finds the domain. `None`: libvirt does not know it.
-    fn find(&self, uuid: &str) -> Result<Option<Domain>, RestoreError> {
-        self.connection.find(uuid).map_err(|e| self.failed(e))
-    }
-
-    fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {
-        self.connection.lookup(uuid).map_err(|e| self.failed(e))
-    }
-
-    /// Defines the running domain, or puts its definition on the disks that it has now. Can be repeated.
-    fn define(&self, uuid: &str) -> Result<(), RestoreError> {
-        let domain = self.domain(uuid)?;
-        let running = domain.portable_xml().map_err(|e| self.failed(e))?;
-        let unusable = |problem: String| RestoreError::DomainXml { problem };
-        let definition = match domain.is_persistent().map_err(|e| self.failed(e))? {
-            false => running,
-            true => {
-                let definition = domain.definition().map_err(|e| self.failed(e))?;
-                let defined = disks::of_domain(&definition).map_err(unusable)?;
-                let mut files = BTreeMap::new();
-                for disk in disks::of_domain(&running).map_err(unusable)? {
-                    let has_other_file = |other: &&DomainDisk| other.target == disk.target && other.files != disk.files;
-                    // Each disk that the restore has put on another file is on an overlay, not on a block device.
-                    let file = disk.files.first().map(PathBuf::from).filter(|file| file.is_file());
-                    if let (Some(_), Some(file)) = (defined.iter().find(has_other_file), file) {
-                        files.insert(disk.target, DiskFile::qcow2(file));
-                    }
-                }
-                portable_xml::with_disks_on(&definition, &files).map_err(unusable)?
-            }
-        };
-        self.connection.define(&definition).map_err(|e| self.failed(e))
-    }
-
-    /// Returns what the domain needs and this host does not have. `replaced`: the disks that get other files.
-    fn missing(
-        &self,
-        description: &Description,
-        replaced: &BTreeMap<String, PathBuf>,
-    ) -> Result<Vec<String>, RestoreError> {
-        let mut missing = Vec::new();
-        for network in &description.networks {
-            if !self.connection.has_active_network(network).map_err(|e| self.failed(e))? {
-                missing.push(format!("an active network {network}: virsh net-start {network}"));
-            }
-        }
-        let absent = description.interfaces.iter().filter(|interface| !has_interface(interface));
-        missing.extend(absent.map(|interface| format!("a network interface {interface}")));
-        let disks = description.disks.iter().filter(|disk| !replaced.contains_key(&disk.target));
-        let disk_files = disks.filter_map(|disk| disk.files.first()).map(Path::new);
-        let files = description.files.iter().map(PathBuf::as_path).chain(disk_files);
-        missing.extend(files.filter(|file| !file.exists()).map(|file| format!("the file {}", file.display())));
-        Ok(missing)
-    }
 }
 
 /// A restore whose checks have passed.
@@ -386,6 +315,10 @@ impl Restore<'_> {
                 ram.record_fill(self.rundir, vmm, &request.store, request.identity.as_ref())?;
             }
             overlays.locate(&mut qmp, vmm)?;
+            if let Some(move_claim) = &request.move_claim {
+                // From here on the overlay of the source QEMU is discarded: the guest cannot continue there.
+                move_claim.may_run.store(true, Ordering::SeqCst);
+            }
             overlays.note_resume(self.rundir, vmm)?;
         }
         // The next checkpoints merge the overlays on which libvirt has started the domain.
