@@ -407,6 +407,8 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     attach_to(name, &foreign.socket()).status(1).prints(&["runs already"]);
     vm(&["stop", "--now"]).status(1).prints(&["attached to", "the program that started it", "rekindle detach"]);
     vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
+    let unreachable = ["move", name, "--to", "b", "--ssh", "false", "--store", "/nonexistent"];
+    lab.rekindle(unreachable).status(1).prints(&["an attached QEMU without libvirt", "rekindle restore"]);
     vm(&["console"]).status(1).prints(&["attached to"]);
     vm(&["show"]).ok().prints(&["attached to", "monitor:"]);
     lab.rekindle(["ls"]).ok().prints(&["attached", &foreign.qemu.process.pid.to_string(), "running"]);
