@@ -22,6 +22,7 @@ use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::piped_save::{self, HeldSave, PipedSave, SavedInPause};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
 use std::fs;
@@ -289,22 +290,26 @@ impl Monitors {
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
+    fn open_pipe(&mut self, injector: Injector, state_bytes: usize) -> Result<Option<PipedSave>, DeviceStateError> {
+        let Some(pipe) = PipedSave::offer(&mut self.control, injector, state_bytes)? else { return Ok(None) };
+        fault::point("pause.pipe.offered", None, None);
+        pipe.place(&mut self.control).map(Some)
+    }
+
     /// Stops the guest by a [`PipedSave`]. `None` if that is not possible; then the guest runs.
     fn begin_piped(&mut self) -> Result<Option<StartedPause>, PauseError> {
         let save = match std::mem::replace(&mut self.piped, Piped::Never) {
             Piped::Never => return Ok(None),
             Piped::Open(save) => save,
-            Piped::Wanted { injector, state_bytes } => {
-                match PipedSave::open(&mut self.control, injector, state_bytes) {
-                    Ok(Some(save)) => save,
-                    Ok(None) => return Ok(None),
-                    Err(DeviceStateError::Pipe(e)) => {
-                        tracing::debug!("each pause takes three commands: {e}");
-                        return Ok(None);
-                    }
-                    Err(e) => return Err(e.into()),
+            Piped::Wanted { injector, state_bytes } => match self.open_pipe(injector, state_bytes) {
+                Ok(Some(save)) => save,
+                Ok(None) => return Ok(None),
+                Err(DeviceStateError::Pipe(e)) => {
+                    tracing::debug!("each pause takes three commands: {e}");
+                    return Ok(None);
                 }
-            }
+                Err(e) => return Err(e.into()),
+            },
         };
         let injector = save.injector();
         write_mark(&self.marks.piped)?;

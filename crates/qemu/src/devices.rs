@@ -62,7 +62,7 @@ pub(crate) const DESCRIPTOR_LABEL: &str = "rekindle-devices";
 const FIRST_SET: u64 = 0x7265_0000;
 
 /// QEMU's reply to `add-fd`.
-#[derive(Deserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct AddedDescriptor {
     pub(crate) fdset_id: u64,
@@ -75,19 +75,23 @@ pub(crate) struct AddedDescriptor {
 pub enum DescriptorSets {
     /// Those of this process and of processes that have ended.
     Unused,
+    /// Those of pipes. A process that was killed while it opened one has left them.
+    Pipes,
     /// Those of all processes.
     All,
 }
 
-/// Removes descriptor sets that [`DeviceState::open`] handed to QEMU.
+/// Removes descriptor sets that Rekindle handed to QEMU. Returns the descriptors of all sets, also of other programs: only
+/// QEMU may close them, because it closes their numbers when it removes the set.
 ///
-/// QEMU removes them by itself only when no client is connected to any of its monitors.
+/// QEMU removes a set by itself only when no client is connected to any of its monitors.
 ///
 /// # Errors
 /// When QEMU does not answer or returns an error.
-pub fn remove_descriptor_sets(qmp: &mut Qmp, which: DescriptorSets) -> Result<(), QmpError> {
+pub fn remove_descriptor_sets(qmp: &mut Qmp, which: DescriptorSets) -> Result<Vec<RawFd>, QmpError> {
     #[derive(Deserialize)]
     struct Descriptor {
+        fd: RawFd,
         opaque: Option<String>,
     }
     #[derive(Deserialize)]
@@ -97,11 +101,16 @@ pub fn remove_descriptor_sets(qmp: &mut Qmp, which: DescriptorSets) -> Result<()
         fds: Vec<Descriptor>,
     }
     let sets: Vec<DescriptorSet> = qmp.execute("query-fdsets", ())?;
-    for set in sets {
+    for set in &sets {
         let is_of_rekindle = set.fds.iter().any(|fd| fd.opaque.as_deref() == Some(DESCRIPTOR_LABEL));
         let owner = set.fdset_id.checked_sub(FIRST_SET).and_then(|pid| u32::try_from(pid).ok());
-        let is_unused = owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err());
-        if is_of_rekindle && (is_unused || which == DescriptorSets::All) {
+        let is_wanted = match which {
+            DescriptorSets::Unused => owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err()),
+            // QEMU has chosen the number.
+            DescriptorSets::Pipes => owner.is_none(),
+            DescriptorSets::All => true,
+        };
+        if is_of_rekindle && is_wanted {
             match qmp.execute::<Value>("remove-fd", json!({"fdset-id": set.fdset_id})) {
                 // QEMU removed it in the meantime.
                 Err(QmpError::Refused { .. }) => {}
@@ -109,7 +118,7 @@ pub fn remove_descriptor_sets(qmp: &mut Qmp, which: DescriptorSets) -> Result<()
             }
         }
     }
-    Ok(())
+    Ok(sets.iter().flat_map(|set| &set.fds).map(|descriptor| descriptor.fd).collect())
 }
 
 impl DeviceState {

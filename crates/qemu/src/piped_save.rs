@@ -16,9 +16,19 @@
 //! `/proc/self/fd/N` instead. If QEMU used this number for another file, the command would truncate that file. Therefore the
 //! descriptor is put at a number that QEMU does not reach: the system chooses the lowest free one. Each pipe has another
 //! number, so that a command that arrives late does not find the next pipe.
+//!
+//! ```text
+//!  PipedSave::offer    add-fd      the pipe is in a descriptor set: QEMU owns its number
+//!  OfferedPipe::place  dup3        the pipe has a second number, which QEMU does not know
+//!                      remove-fd   the set is removed, and the first number closed
+//! ```
+//!
+//! A process that is killed before `remove-fd` leaves the set. Its number is closed by removing the set only: closed
+//! otherwise, the number would be that of the next file that QEMU opens, and QEMU would close that with the set.
 
-use crate::devices::{AddedDescriptor, DESCRIPTOR_LABEL, DeviceStateError, SAVE_DEVICES};
-use crate::guest::run_state;
+use crate::devices::{
+    AddedDescriptor, DESCRIPTOR_LABEL, DescriptorSets, DeviceStateError, SAVE_DEVICES, remove_descriptor_sets,
+};
 use crate::incoming::MAX_DEVICE_STATE_BYTES;
 use crate::qmp::{Qmp, QmpError};
 use crate::stream;
@@ -32,7 +42,7 @@ use rustix::io::{Errno, ioctl_fionbio};
 use rustix::pipe::fcntl_setpipe_size;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{self, PipeReader, PipeWriter, Read, pipe};
+use std::io::{self, PipeReader, Read, pipe};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -73,13 +83,39 @@ pub struct SavedInPause {
     pub resumed_host_us: u64,
 }
 
-impl PipedSave {
-    /// Makes the pipe and gives QEMU a descriptor of it, until [`PipedSave::close`]. `state_bytes` is the size of an
-    /// earlier state. Returns `None` if QEMU cannot have such a descriptor, or the state is too small.
+/// A pipe that QEMU has in a descriptor set, where no save can use it.
+#[derive(Debug)]
+pub struct OfferedPipe {
+    save: PipedSave,
+    set: AddedDescriptor,
+}
+
+impl OfferedPipe {
+    /// Puts the descriptor at its number, and removes the set.
     ///
     /// # Errors
     /// When QEMU does not answer or cannot be traced.
-    pub fn open(qmp: &mut Qmp, injector: Injector, state_bytes: usize) -> Result<Option<Self>, DeviceStateError> {
+    pub fn place(self, qmp: &mut Qmp) -> Result<PipedSave, DeviceStateError> {
+        let Self { save, set: AddedDescriptor { fdset_id, fd } } = self;
+        let replaced = descriptor::replace(save.injector, &[(fd, save.number)]);
+        qmp.execute::<Value>("remove-fd", json!({ "fdset-id": fdset_id }))?;
+        replaced.map_err(DeviceStateError::Pipe)?;
+        Ok(save)
+    }
+}
+
+impl PipedSave {
+    /// Makes the pipe and hands it to QEMU; [`OfferedPipe::place`] must follow. QEMU has it until [`PipedSave::close`].
+    /// `state_bytes` is the size of an earlier state. Returns `None` if QEMU cannot have such a descriptor, or the state is
+    /// too small.
+    ///
+    /// # Errors
+    /// When QEMU does not answer or cannot be traced.
+    pub fn offer(
+        qmp: &mut Qmp,
+        injector: Injector,
+        state_bytes: usize,
+    ) -> Result<Option<OfferedPipe>, DeviceStateError> {
         close_leftovers(qmp, injector)?;
         let Some(number) = unreached_number(injector.process()) else { return Ok(None) };
         let (reader, writer) = pipe().map_err(DeviceStateError::Pipe)?;
@@ -88,8 +124,8 @@ impl PipedSave {
         let capacity = fcntl_setpipe_size(&writer, capacity).map_err(failed)?;
         ioctl_fionbio(&reader, true).map_err(failed)?;
         fchmod(&writer, PIPE_MODE).map_err(failed)?;
-        hand_over(qmp, injector, &writer, number)?;
-        Ok(Some(Self { reader, injector, number, capacity, state_bytes }))
+        let set = qmp.execute_with_fd("add-fd", json!({ "opaque": DESCRIPTOR_LABEL }), writer.as_fd())?;
+        Ok(Some(OfferedPipe { save: Self { reader, injector, number, capacity, state_bytes }, set }))
     }
 
     /// Makes the empty pipe smaller if it is too large for a state of `state_bytes`.
@@ -267,8 +303,8 @@ pub fn close_leftovers(qmp: &mut Qmp, injector: Injector) -> Result<(), DeviceSt
     let is_for_open = |number: &RawFd| numbers(process).is_some_and(|numbers| numbers.contains(number));
     our_pipes(process).map_err(failed)?.iter().filter(|number| is_for_open(number)).try_for_each(close)?;
     // No save can start any more. When QEMU replies, none is in progress, in which QEMU still uses its descriptor.
-    run_state(qmp)?;
-    our_pipes(process).map_err(failed)?.iter().try_for_each(close)
+    let in_sets = remove_descriptor_sets(qmp, DescriptorSets::Pipes)?;
+    our_pipes(process).map_err(failed)?.iter().filter(|number| !in_sets.contains(number)).try_for_each(close)
 }
 
 /// Returns the numbers of our pipes in QEMU.
@@ -283,15 +319,6 @@ fn our_pipes(process: Process) -> io::Result<Vec<RawFd>> {
         }
     }
     Ok(numbers)
-}
-
-/// Makes `number` in QEMU a descriptor of `file`.
-fn hand_over(qmp: &mut Qmp, injector: Injector, file: &PipeWriter, number: RawFd) -> Result<(), DeviceStateError> {
-    let set = json!({ "opaque": DESCRIPTOR_LABEL });
-    let AddedDescriptor { fdset_id, fd } = qmp.execute_with_fd("add-fd", set, file.as_fd())?;
-    let replaced = descriptor::replace(injector, &[(fd, number)]);
-    qmp.execute::<Value>("remove-fd", json!({ "fdset-id": fdset_id }))?;
-    replaced.map_err(DeviceStateError::Pipe)
 }
 
 /// Returns the number for a new descriptor; `None` if QEMU has so many descriptors that it might reach the number, or has

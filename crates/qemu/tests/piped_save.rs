@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::devices::DeviceStateError;
@@ -11,6 +12,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_testing::firmware::FirmwareVm;
 use rekindle_testing::process::open_files;
 use rekindle_testing::{DEADLINE, tools, wait_for};
+use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -39,7 +41,8 @@ impl Machine {
     }
 
     fn open(&mut self, state_bytes: usize) -> Option<PipedSave> {
-        PipedSave::open(&mut self.qmp, self.injector, state_bytes).unwrap()
+        let offered = PipedSave::offer(&mut self.qmp, self.injector, state_bytes).unwrap()?;
+        Some(offered.place(&mut self.qmp).unwrap())
     }
 
     fn begin(&mut self, save: PipedSave) -> Result<HeldSave, DeviceStateError> {
@@ -103,6 +106,28 @@ fn the_guest_runs_again_without_the_process_that_reads_the_pipe() {
         close_leftovers(&mut machine.qmp, machine.injector).unwrap();
         assert_eq!(open_files(machine.vm.pid()), files);
         close_leftovers(&mut machine.qmp, machine.injector).unwrap();
+    });
+}
+
+#[test]
+fn a_descriptor_set_of_a_process_that_was_killed_is_removed_before_its_number_is_free() {
+    let highest = getrlimit(Resource::Nofile).current.unwrap().min(4096) - 1;
+    on_each_qemu(|mut machine| {
+        let files = open_files(machine.vm.pid());
+        for is_placed in [false, true] {
+            drop(PipedSave::offer(&mut machine.qmp, machine.injector, STATE_BYTES).unwrap().unwrap());
+            let sets: Value = machine.qmp.execute("query-fdsets", ()).unwrap();
+            let number = sets[0]["fds"][0]["fd"].as_i64().unwrap();
+            if is_placed {
+                descriptor::replace(machine.injector, &[(number as i32, highest as i32)]).unwrap();
+            }
+            close_leftovers(&mut machine.qmp, machine.injector).unwrap();
+            // QEMU would close the number again when it removes the set, after another file may have got it.
+            assert_eq!(machine.qmp.execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
+            assert_eq!(open_files(machine.vm.pid()), files);
+        }
+        let save = machine.open(STATE_BYTES).unwrap();
+        assert!(machine.begin(save).unwrap().finish(&mut machine.qmp).unwrap().1.is_some());
     });
 }
 

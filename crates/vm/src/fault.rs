@@ -16,8 +16,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Every fault point, grouped by operation and in the order in which the operation passes them: a warm, a saved and a
 /// cold reboot; reboots of a guest by kexec, with its cache and by a phase; the preparation of a restore; a restore;
-/// a protector and a pager during a fill; a protector that holds its guest's output; a move; the suspend and resume
-/// of a host.
+/// a protector and a pager during a fill; the first pause of an attached QEMU by one command; a protector that holds its
+/// guest's output; a move; the suspend and resume of a host.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -83,6 +83,7 @@ pub const POINTS: &[&str] = &[
     "fill.handover.recorded",
     "fill.end.locked",
     "fill.end.closed",
+    "pause.pipe.offered",
     "output.committed",
     "move.prepare.journalled",
     "move.prepare.registered",

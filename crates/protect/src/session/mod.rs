@@ -360,6 +360,7 @@ impl TrackingSession {
     pub(crate) fn detach(mut self) -> Result<(), CheckpointError> {
         self.memory.detach()?;
         self.monitors.close_piped()?;
-        Ok(remove_descriptor_sets(self.monitors.control(), DescriptorSets::Unused)?)
+        remove_descriptor_sets(self.monitors.control(), DescriptorSets::Unused)?;
+        Ok(())
     }
 }

@@ -129,6 +129,8 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("fill.handover.recorded", [NotTried; 3]),
     ("fill.end.locked", [NotTried; 3]),
     ("fill.end.closed", [NotTried; 3]),
+    // `vmm::attach` covers this point.
+    ("pause.pipe.offered", [NotTried; 3]),
     // `protect::output` covers this point.
     ("output.committed", [NotTried; 3]),
     // `moving` covers these points.

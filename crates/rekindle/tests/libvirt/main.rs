@@ -4,6 +4,7 @@
 
 mod changes;
 mod daemon;
+mod disk_page;
 mod faults;
 mod interference;
 mod page;

@@ -6,6 +6,7 @@ use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
 use rekindle_qemu::monitor::Monitor;
+use rekindle_qemu::qmp::Qmp;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::libvirt::{DomainOptions, PrivateLibvirt};
 use rekindle_testing::micro::{KERNEL, KERNEL_OPTIONS};
@@ -307,6 +308,38 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
 }
 
 #[test]
+fn a_protector_that_is_killed_while_it_opens_the_pipe_leaves_nothing() {
+    let lab = Lab::without_root();
+    // Without a client at any monitor, QEMU removes the set by itself.
+    let monitor = lab.path("other-monitor");
+    let options = format!("unix:{},server=on,wait=off", monitor.display());
+    let arguments = ["-machine", "q35", "-m", "192M", "-qmp", &options];
+    let foreign = ForeignGuest::boot(&lab, "piped", qemu_new(), &arguments);
+    let guest = &foreign.guest;
+    let mut other_client = Qmp::connect(&monitor, DEADLINE).unwrap();
+    let files = foreign.open_files();
+    let mut descriptor_sets = || other_client.execute::<Value>("query-fdsets", ()).unwrap();
+    attach(&lab, &foreign);
+    let kill = |store: &str| {
+        let mut command = lab.command(["protect", "piped", "--create-store", "--every", "100ms", "--store"]);
+        command.arg(lab.path(store)).env("REKINDLE_FAULT", "pause.pipe.offered:kill");
+        lab.finish(command).killed();
+    };
+    kill("first");
+    assert_ne!(descriptor_sets(), json!([]));
+    assert_eq!(protect(&lab, "piped", &lab.path("next"), &["--count", "3"]).len(), 3);
+    assert_no_trace(foreign.qemu.process, &files);
+    assert_eq!(descriptor_sets(), json!([]));
+    kill("second");
+    assert_ne!(descriptor_sets(), json!([]));
+    guest.rekindle(&["detach"]).ok().prints(&["continues to run"]);
+    assert_no_trace(foreign.qemu.process, &files);
+    assert_eq!(descriptor_sets(), json!([]));
+    let tick = guest.tick();
+    wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
+}
+
+#[test]
 fn a_guest_runs_again_when_its_protector_is_killed_in_a_pause() {
     let lab = Lab::without_root();
     let foreign = ForeignGuest::boot(&lab, "held", qemu_new(), &["-machine", "q35", "-m", "192M"]);
@@ -460,6 +493,8 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
         assert_eq!(protect(&lab, "caged", &lab.path(policy), &["--policy", policy, "--count", "3"]).len(), 3);
         assert_no_trace(foreign.qemu.process, &files);
     }
+    // Each pause but the first is one command: this QEMU may write to root's pipe.
+    Protector::start(&lab, "caged", "basic").kill_in_pause(&lab, "caged", foreign.qemu.process);
     foreign.qemu.kill();
     let guest = &foreign.guest;
     for policy in ["cow", "precopy"] {
