@@ -60,7 +60,7 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         return replace_bare(output, &host, arguments, socket);
     }
     let selected = select(&host, arguments)?;
-    let domain_options = DomainOptions { qemu: arguments.qemu.clone() };
+    let domain_options = DomainOptions { qemu: arguments.qemu.clone(), in_place: arguments.in_place };
     let options = ReplaceOptions {
         how: reboot_method(arguments.how),
         qemu: arguments.qemu.clone(),
@@ -96,7 +96,7 @@ fn replace_bare(output: &Output, host: &Host, arguments: &RebootVmm, socket: &Pa
         let problem = "replacing such a QEMU is a preview (docs/vmm-restart.md has its gaps)";
         return Err(Usage(format!("--qmp: {problem}; if the guest's data has no value, add --preview")).into());
     }
-    let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone() };
+    let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone(), in_place: arguments.in_place };
     if arguments.dry_run {
         return dry_run::print(output, &[planned_action(vmm::RebootMethod::Warm, bare::plan(host, name, &options))]);
     }
@@ -131,6 +131,12 @@ fn select(host: &Host, arguments: &RebootVmm) -> Result<Selected> {
         let (domains, vms) = separate_domains(host, names)?;
         Selected { vms, domains, ..Selected::default() }
     };
+    if arguments.in_place && !selected.vms.is_empty() {
+        let vms = selected.vms.join(", ");
+        return Err(
+            Usage(format!("--in-place is not possible for {vms}: the RAM of Rekindle's VMs is not copied")).into()
+        );
+    }
     if arguments.all_libvirt || !selected.domains.is_empty() {
         check_domain_arguments(arguments, &selected.domains)?;
     }
@@ -187,8 +193,11 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
 
 /// Describes what a replacement would do, for `--dry-run`.
 fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String {
-    let vmm::ReplacementPlan { from, binary, version } = plan;
+    let vmm::ReplacementPlan { from, binary, version, moves_in_place } = plan;
     let guest = match how {
+        vmm::RebootMethod::Warm if *moves_in_place => {
+            "its guest stopped for milliseconds, and then slower while its RAM is moved in place"
+        }
         vmm::RebootMethod::Warm => "its guest stopped for milliseconds",
         vmm::RebootMethod::Saved => "its guest stopped while its RAM is saved to disk and loaded",
         vmm::RebootMethod::Cold => "its guest shut down and booted",
@@ -292,6 +301,13 @@ fn replacement_line(report: &RebootReport) -> String {
         if !memory.not_compared.is_empty() {
             line += &format!(", not compared {:?}", memory.not_compared);
         }
+    }
+    if let Some(moved) = &report.moved_in_place {
+        line += &format!(
+            "; its RAM was moved in place: it waited for {} pages, at most {}",
+            moved.demanded_pages,
+            duration(moved.longest_wait_us)
+        );
     }
     line + "\n"
 }

@@ -5,6 +5,7 @@
 mod changes;
 mod daemon;
 mod faults;
+mod in_place;
 mod interference;
 mod page;
 mod plugged;
