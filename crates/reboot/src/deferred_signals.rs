@@ -1,5 +1,5 @@
-//! Signals that end this process, e.g. Ctrl-C. While libvirt's daemon is stopped, they wait until it has been started
-//! again.
+//! Signals that end this process, e.g. Ctrl-C. They wait while libvirt's daemon is stopped, until it has been started again,
+//! and while a guest's RAM is moved, which needs this process.
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_default};
@@ -32,10 +32,10 @@ impl Handlers {
 
 /// Defers the signals until it is dropped. If one has arrived, it then ends the process.
 #[derive(Debug)]
-pub(super) struct DeferredSignals(&'static Handlers);
+pub(crate) struct DeferredSignals(&'static Handlers);
 
 impl DeferredSignals {
-    pub(super) fn begin() -> Self {
+    pub(crate) fn begin() -> Self {
         static HANDLERS: OnceLock<Handlers> = OnceLock::new();
         let handlers = HANDLERS.get_or_init(Handlers::install);
         handlers.is_ending.store(false, Ordering::SeqCst);
