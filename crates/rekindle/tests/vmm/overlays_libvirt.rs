@@ -142,16 +142,6 @@ impl<'a> Attached<'a> {
         assert_ne!(mode(Path::new(&now)) & 0o200, 0);
     }
 
-    /// Takes a checkpoint, then kills a protector at each of these fault points, one after the other.
-    fn kill_protectors_at(&self, points: &[&str], store: &Path) {
-        protect(self.lab, "dom", store, &[&OVERLAYS[..], &["--count", "1"]].concat());
-        for (seed, point) in points.iter().enumerate() {
-            write_both(&self.guest, seed as u64);
-            let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
-            Protector::start_with(&self.guest, self.lab, store, &OVERLAYS, &fault).wait_killed();
-        }
-    }
-
     fn kill_qemu(&self) {
         let qemu = self.domain.process();
         qemu.kill().unwrap();
@@ -233,7 +223,12 @@ fn continue_after_killed_at(points: &[&str]) {
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
     let (guest, store) = (&attached.guest, protector::store(&lab, "store"));
-    attached.kill_protectors_at(points, &store);
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "1"]].concat());
+    for (seed, point) in points.iter().enumerate() {
+        write_both(guest, seed as u64);
+        let fault = [("REKINDLE_FAULT", &*format!("{point}:kill"))];
+        Protector::start_with(guest, &lab, &store, &OVERLAYS, &fault).wait_killed();
+    }
     write_both(guest, 10);
     let expected = read_both(guest);
     let protected = protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());

@@ -311,6 +311,7 @@ impl OverlayDisk {
     fn prepare_own(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         self.prepared = None;
         self.resolve_exposure(view)?;
+        self.check_base_read_only(view)?;
         device::check_same(&self.recorded.image, self.recorded.block_device.as_ref())?;
         for _ in 0..MAX_STEPS {
             let found = self.found(view)?;

@@ -39,7 +39,7 @@ pub(super) struct LibvirtDisk {
 pub(super) enum MergeStart {
     /// Nothing but this merge, if it was started, has written to the files that had no fence. They have it again.
     Alone(Result<(), OverlayDisksError>),
-    /// Another program has written to one of them, or still does.
+    /// Another program has written to one of them, or still does. They have no fence until its job has ended.
     NotAlone,
 }
 
@@ -187,8 +187,7 @@ impl LibvirtDisk {
         pass("overlay.merge.unfenced");
         let of_above = above.as_mut().map(|(above, _)| above.writers()).transpose()?;
         if image.writers()? + of_above.unwrap_or_default() != 0 {
-            // The overlay above stays open: QEMU may need it at the end of that job.
-            self.fenced.close_to_jobs()?;
+            // No fence until that job has ended: QEMU 10.0 ends if it may not write to the image at a pivot.
             return Ok(MergeStart::NotAlone);
         }
         let (base, top) = (&self.image, self.path_of(&up_to));
@@ -206,7 +205,11 @@ impl LibvirtDisk {
             let is_merged = self.chain(view.graph()?.as_ref())?.overlays.iter().all(|now| now.epoch > up_to.epoch);
             is_alone &= above.writers()? == usize::from(is_merged);
         }
-        Ok(if is_alone { MergeStart::Alone(started) } else { MergeStart::NotAlone })
+        if is_alone {
+            return Ok(MergeStart::Alone(started));
+        }
+        self.fenced.open()?;
+        Ok(MergeStart::NotAlone)
     }
 
     /// Returns a block job of another program that merges into the image or into an overlay below the newest, if one runs.

@@ -146,6 +146,11 @@ pub enum OverlayDisksError {
     )]
     MergedByOthers { device: String, file: PathBuf },
     #[error(
+        "{device}: a merge by another program, for example virsh blockcommit --active, was ended without a pivot, and QEMU has \
+         left {} writable below its overlays; use rekindle detach, attach and protect", image.display()
+    )]
+    LeftWritable { device: String, image: PathBuf },
+    #[error(
         "{}: another program, for example virsh blockcommit, may have merged newer writes into it or into an overlay, so this \
          checkpoint has lost its disk. Restore a later checkpoint, or boot the newest disk: virsh start \
          (docs/protect-attached.md)", image.display()

@@ -99,7 +99,7 @@ impl<'a> OnDevices<'a> {
     }
 
     #[track_caller]
-    fn detach(&self, context: &str) {
+    pub(super) fn detach(&self, context: &str) {
         self.guest.rekindle(&["detach"]).ok();
         self.assert_on_devices(context);
     }

@@ -2,7 +2,7 @@
 
 use super::devices::OnDevices;
 use super::restore::restoring_into_libvirt;
-use super::{Attached, IMAGES, OVERLAYS, assert_both_agree, image, mode, overlays, read_both, write_both};
+use super::{Attached, IMAGES, OVERLAYS, assert_both_agree, image, overlays, read_both, write_both};
 use crate::attach::protect;
 use crate::common::protector::{self, Protector, restore};
 use crate::common::{DEADLINE, Lab, wait_for};
@@ -166,27 +166,36 @@ fn a_block_device_is_not_restored_if_a_user_has_merged_directly_after_our_merge(
     reject_a_checkpoint_after(REQUESTED, &protected, &domain.devices[0].path);
 }
 
-/// The protection continues with a checkpoint that has its disk.
-fn continue_after_users_merges(protected: &Protected<'_>) {
+/// The protection continues with a checkpoint that has its disk, or ends with what the user has to do.
+fn continue_after_users_merges(protected: &Protected<'_>, detach: impl Fn(&str)) {
     let attached = protected.attached;
     let guest = &attached.guest;
-    // It was cancelled.
+    // It was cancelled, and QEMU leaves the image writable.
     let stopped = protected.stop_in_merge(UNFENCED, 1);
     write_both(guest, 2);
+    let expected = read_both(guest);
     protected.start_users_merge(&["--wait"]);
     protected.abort_users_merge();
     stopped.continue_to_next_disk();
     stopped.protector.kill();
-    assert_eq!(protected.protect("3"), 3);
-    assert!(!is_exposed("vda") && !is_exposed("vdb"));
+    let arguments = ["protect", "dom", "--store", protected.store.to_str().unwrap()];
+    let reasons = ["was ended without a pivot", "rekindle detach"];
+    attached
+        .lab
+        .rekindle([&arguments[..], &protected.arguments, &["--count", "1"]].concat())
+        .status(1)
+        .prints(&reasons);
+    detach("after a merge that was cancelled");
+    assert_both_agree(guest, &expected, "detached");
+    attached.attach();
 
-    // It still runs: checkpoints wait until it has ended.
+    // It still runs: checkpoints wait until it has put the disk on its image.
     let mut stopped = protected.stop_in_merge(UNFENCED, 3);
     write_both(guest, 4);
     protected.start_users_merge(&["--wait"]);
     stopped.continue_through_both_disks();
     while !stopped.protector.wait("waiting")["state"].as_str().unwrap().contains("block job commit-vda") {}
-    protected.abort_users_merge();
+    attached.virsh("blockjob", &["vda", "--pivot"]).unwrap();
     stopped.protector.next_checkpoint();
     stopped.protector.kill();
     assert_eq!(protected.protect("2"), 2);
@@ -199,6 +208,7 @@ fn continue_after_users_merges(protected: &Protected<'_>) {
     stopped.continue_to_next_disk();
     stopped.protector.kill();
     assert_eq!(protected.protect("3"), 3);
+    assert!(!is_exposed("vda") && !is_exposed("vdb"));
     assert_both_agree(guest, &expected, "protected again");
     write_both(guest, 7);
     attached.kill_qemu();
@@ -211,7 +221,8 @@ fn the_protection_continues_after_users_have_merged_in_the_middle_of_our_merge()
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let attached = Attached::boot(&libvirt, &lab);
-    continue_after_users_merges(&Protected::new(&attached, &lab, OVERLAYS.to_vec()));
+    let protected = Protected::new(&attached, &lab, OVERLAYS.to_vec());
+    continue_after_users_merges(&protected, |context| attached.detach(context));
 }
 
 #[test]
@@ -219,32 +230,8 @@ fn the_protection_of_block_devices_continues_after_users_have_merged_in_the_midd
     let libvirt = PrivateLibvirt::start();
     let lab = Lab::without_root();
     let domain = OnDevices::boot(&libvirt, &lab);
-    continue_after_users_merges(&Protected::new(&domain, &lab, domain.arguments(&[])));
-}
-
-/// A merge below an overlay that is not the newest also has that overlay open.
-#[test]
-fn a_merge_into_an_overlay_below_the_newest_ends_the_protection() {
-    let libvirt = PrivateLibvirt::start();
-    let lab = Lab::without_root();
-    let attached = Attached::boot(&libvirt, &lab);
-    let protected = Protected::new(&attached, &lab, OVERLAYS.to_vec());
-    // The disks have three overlays then.
-    attached.kill_protectors_at(&[REQUESTED, "overlay.seal.sealed"], &protected.store);
-    write_both(&attached.guest, 5);
-    let stopped = protected.stop_at(UNFENCED);
-    let open: Vec<PathBuf> = fs::read_dir(overlays("vda")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    let is_open = |path: &&PathBuf| path.extension().is_some_and(|end| end == "qcow2") && mode(path) & 0o200 != 0;
-    assert!(open.iter().filter(is_open).count() >= 2, "an overlay below the newest is open");
-    protected.start_users_merge(&["--shallow", "--pivot", "--wait"]);
-    stopped.continue_to_next_disk();
-    stopped.protector.kill();
-    let store = protected.store.to_str().unwrap();
-    let arguments = ["protect", "dom", "--store", store, "--disk", "overlays", "--count", "1"];
-    attached.lab.rekindle(arguments).status(1).prints(&["has merged its overlays into", "rekindle detach"]);
-    let expected = read_both(&attached.guest);
-    attached.detach("after a merge into an overlay");
-    assert_both_agree(&attached.guest, &expected, "detached");
+    let protected = Protected::new(&domain, &lab, domain.arguments(&[]));
+    continue_after_users_merges(&protected, |context| domain.detach(context));
 }
 
 #[test]

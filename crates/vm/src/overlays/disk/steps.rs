@@ -112,6 +112,22 @@ impl OverlayDisk {
         Ok(self.directory.note_not_exposed()?)
     }
 
+    /// Rejects an image below overlays that QEMU has left writable, as it does when a merge of the newest overlay by another
+    /// program is ended without a pivot: a merge of ours would then end without a flush.
+    pub(super) fn check_base_read_only(&self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        let (Some(disk), graph) = (&self.libvirt, view.graph()?) else { return Ok(()) };
+        let chain = self.checked_chain(&graph)?;
+        let is_merging = graph.libvirt_merge_of(&disk.target).is_some();
+        // One that has ended without a flush has an error of its own.
+        let is_recorded =
+            chain.overlays.first().is_some_and(|lowest| lowest.epoch - 1 <= self.directory.state().merged);
+        if is_merging || !is_recorded || graph.node(&chain.base)?.read_only {
+            return Ok(());
+        }
+        let (device, image) = (self.device().into(), self.recorded.image.clone());
+        Err(OverlayDisksError::LeftWritable { device, image })
+    }
+
     /// Returns the rate at which a merge ends before the next checkpoint.
     fn merge_speed(&self, merge: &DueMerge, interval: Duration) -> u64 {
         let epochs = merge.chain.overlays.iter().map(|overlay| overlay.epoch).filter(|epoch| *epoch <= merge.up_to);
@@ -132,7 +148,7 @@ impl OverlayDisk {
                 let chain = self.chain_now(view)?;
                 if !view.graph()?.node(&chain.base)?.read_only {
                     if self.libvirt.is_some() {
-                        // QEMU 7.2 leaves it so after a merge of another program that was cancelled.
+                        // QEMU leaves it so after a merge of another program that was ended without a pivot.
                         self.note_changed_by_others(&chain)?;
                     }
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
