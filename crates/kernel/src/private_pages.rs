@@ -4,7 +4,7 @@ use crate::inject::{Call, InjectError, Injector};
 use std::ops::Range;
 
 /// Makes a process drop the pages at `ranges` (addresses) of its private memory, which are zero afterwards. An empty range
-/// has no effect. Can be repeated.
+/// has no effect. Can be repeated. A frozen process is frozen again a moment after the return.
 ///
 /// # Errors
 /// As for [`Injector::run`]. Some of the ranges may have been dropped.
@@ -21,6 +21,7 @@ mod tests {
     use super::*;
     use crate::memory::{self, PageMap};
     use crate::process::Process;
+    use rekindle_testing::{DEADLINE, wait_for};
     use std::io::{BufRead, BufReader, Write};
     use std::process::{Command, Stdio};
     use std::time::Duration;
@@ -40,7 +41,7 @@ mod tests {
         assert!(process.stop_fully(Duration::from_secs(10)).unwrap());
 
         drop_pages(injector, &[start + PAGE..start + 3 * PAGE, start + 6 * PAGE..start + 7 * PAGE]).unwrap();
-        assert!(process.is_stopped());
+        wait_for("the process to be frozen again", DEADLINE, || process.is_stopped().then_some(()));
         let populated = PageMap::open(process).unwrap().populated(start, 8 * PAGE).unwrap();
         assert_eq!(populated.to_vec(), [0..PAGE, 3 * PAGE..6 * PAGE, 7 * PAGE..8 * PAGE]);
         // Nothing is dropped by an empty range.

@@ -53,8 +53,15 @@ pub(crate) fn place(handover: &Handover, policy: SilentQemuPolicy) -> Result<Gue
     if step < Step::Resume {
         return Ok(GuestPlace::Source);
     }
+    // First: the move makes threads of the source, which is frozen, run for a moment.
+    let running_source = if step == Step::Resume { source::running_again(handover, policy)? } else { None };
     // Before any request to the destination: it may wait for a page.
-    let ram_move = match InterruptedMove::of(handover).map_err(UnpreparedError::from)? {
+    let found_move = match running_source {
+        // Its RAM changes: no page of it may be supplied.
+        Some(_) => InterruptedMove::Complete,
+        None => InterruptedMove::of(handover).map_err(UnpreparedError::from)?,
+    };
+    let ram_move = match found_move {
         InterruptedMove::Complete => None,
         InterruptedMove::Continues(ram_move) => Some(ram_move),
         InterruptedMove::Lost => {
@@ -65,7 +72,6 @@ pub(crate) fn place(handover: &Handover, policy: SilentQemuPolicy) -> Result<Gue
             return Ok(GuestPlace::Lost);
         }
     };
-    let running_source = if step == Step::Resume { source::running_again(handover, policy)? } else { None };
     match (answering_destination(handover, policy)?, running_source) {
         (Some(destination), None) => {
             Ok(GuestPlace::Destination(Box::new(PlacedInDestination { destination, ram_move })))
