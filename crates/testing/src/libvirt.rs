@@ -70,12 +70,22 @@ impl Namespaces {
         Self { mount: open("mnt"), network: open("net") }
     }
 
-    /// Puts the calling thread into them.
+    /// Puts the calling thread into them. If it is there already, the process may have other threads: the kernel lets none of
+    /// several threads enter a mount namespace.
     fn enter(&self) {
+        if self.are_of_this_thread() {
+            return;
+        }
         let directory = env::current_dir().unwrap();
         setns(&self.mount, CloneFlags::CLONE_NEWNS).unwrap();
         setns(&self.network, CloneFlags::CLONE_NEWNET).unwrap();
         env::set_current_dir(directory).unwrap();
+    }
+
+    fn are_of_this_thread(&self) -> bool {
+        let current = Self::current();
+        let is_same = |one: &File, other: &File| one.metadata().unwrap().ino() == other.metadata().unwrap().ino();
+        is_same(&self.mount, &current.mount) && is_same(&self.network, &current.network)
     }
 }
 
