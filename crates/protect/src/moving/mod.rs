@@ -61,7 +61,7 @@ pub enum MoveError {
     /// Only libvirt can give the guest to its destination host.
     #[error(
         "VM {name} is an attached QEMU without libvirt, and cannot be moved: its host's programs manage it. To continue the \
-         guest on another host: end it here, and there: rekindle restore {name}"
+         guest on another host: end it here, and there: rekindle restore {name} --store URL"
     )]
     BareQemu { name: String },
     #[error(
