@@ -39,6 +39,15 @@ impl Tpm<'_> {
         self.command(true, "0000012a", &format!("{OWNER}{NO_PASSWORD}0000000e{public}"));
     }
 
+    /// Gives it a state: the variable is 1, and the register, which is returned, has one measurement.
+    #[must_use]
+    pub fn fill(&self) -> String {
+        self.define_variable();
+        self.write_variable(1);
+        self.measure(1);
+        self.register()
+    }
+
     /// Sets the variable.
     pub fn write_variable(&self, value: u64) {
         self.command(true, "00000137", &format!("{OWNER}{VARIABLE}{NO_PASSWORD}0008{value:016x}0000"));

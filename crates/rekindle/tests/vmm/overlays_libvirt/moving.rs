@@ -230,10 +230,7 @@ fn a_domain_with_uefi_and_a_tpm_moves_to_a_host_that_has_neither_its_variables_n
     guest.ask("efi-variable moved");
     let ask = |command: &str| guest.ask(command);
     let tpm = Tpm(&ask);
-    tpm.define_variable();
-    tpm.write_variable(1);
-    tpm.measure(1);
-    let measured = tpm.register();
+    let measured = tpm.fill();
     pair.run(here, there);
     pair.assert_only_on(there, &boot, &blocks, "moved");
     // The guest is reached from the host that this thread is in.

@@ -82,10 +82,7 @@ fn the_variables_of_uefi_and_the_tpm_are_those_of_the_checkpoint() {
     guest.ask("efi-variable checkpoint");
     let ask = |command: &str| guest.ask(command);
     let tpm = Tpm(&ask);
-    tpm.define_variable();
-    tpm.write_variable(1);
-    tpm.measure(1);
-    let measured = tpm.register();
+    let measured = tpm.fill();
     protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
     guest.ask("efi-variable later");
     tpm.write_variable(2);
