@@ -1,10 +1,10 @@
 //! The commands of `docs/disk-cache-of-a-libvirt-guest.md`, run as they are written there, but for a service and an editor.
 
 use crate::page::{Page, blocks_of};
-use crate::{DEADLINE, rekindle, text};
+use crate::{DEADLINE, qmp, rekindle, text};
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::wait_for;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -129,6 +129,8 @@ fn the_commands_of_the_page_keep_a_guest_s_cache_over_its_reboots() {
     assert_eq!(restart_daemon, "systemctl restart libvirtd");
     libvirt.stop_daemon();
     libvirt.start_daemon();
+    // Waits until the daemon has connected to the domain: if it is destroyed before, libvirt reports an error although it is.
+    assert_eq!(qmp(&libvirt, &domain, "query-status", &json!({}))["status"], "running");
     libvirt.virsh(&["destroy", &domain.name]);
     run(&start);
     let (content, served) = read_after_boot(&domain);
