@@ -11,9 +11,12 @@ use rekindle_testing::libvirt::PrivateLibvirt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 const UNFENCED: &str = "overlay.merge.unfenced";
 const REQUESTED: &str = "overlay.merge.requested";
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A domain, and how it is protected.
 struct Protected<'a> {
@@ -40,10 +43,18 @@ impl StoppedProtector {
         self.wait_stopped();
     }
 
-    /// As [`Self::continue_to_next_disk`], and then lets it continue.
-    fn continue_through_both_disks(&self) {
+    /// Lets it continue from this stop and from all later ones.
+    fn continue_to_end(&self) {
         self.continue_to_next_disk();
-        self.process.resume().unwrap();
+        let process = self.process;
+        thread::spawn(move || {
+            while process.is_alive() {
+                if process.is_stopped() {
+                    let _ = process.resume();
+                }
+                thread::sleep(POLL_INTERVAL);
+            }
+        });
     }
 }
 
@@ -193,7 +204,7 @@ fn continue_after_users_merges(protected: &Protected<'_>, detach: impl Fn(&str))
     let mut stopped = protected.stop_in_merge(UNFENCED, 3);
     write_both(guest, 4);
     protected.start_users_merge(&["--wait"]);
-    stopped.continue_through_both_disks();
+    stopped.continue_to_end();
     while !stopped.protector.wait("waiting")["state"].as_str().unwrap().contains("block job commit-vda") {}
     attached.virsh("blockjob", &["vda", "--pivot"]).unwrap();
     stopped.protector.next_checkpoint();
