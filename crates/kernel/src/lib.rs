@@ -9,8 +9,9 @@
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
-//!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), mapped files ([`mapping`]), large
-//!   buffers ([`large`]);
+//!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), how often one was opened for
+//!   writing ([`write_watch`]), mapped files ([`mapping`]), large buffers ([`large`]), the read-only flag of block devices
+//!   ([`block_device`]);
 //! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
 //! - libvirt's C library ([`libvirt_client`]); time limits for answers that may never come ([`patience`]).
 //!
@@ -19,6 +20,7 @@
 
 #![allow(unsafe_code)]
 
+pub mod block_device;
 pub mod descriptor;
 pub mod durable_file;
 pub mod file;
@@ -52,4 +54,5 @@ mod testing;
 pub mod uring;
 pub mod userfault;
 pub mod vhost_net;
+pub mod write_watch;
 pub mod written_files;

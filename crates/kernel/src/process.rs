@@ -20,6 +20,14 @@ pub struct Process {
     pub started: u64,
 }
 
+/// Returns the id of this start of the host.
+///
+/// # Errors
+/// `NotFound` if `/proc` is not mounted.
+pub fn boot_id() -> io::Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
 impl Process {
     /// Returns the process that has this number now.
     ///

@@ -9,7 +9,7 @@ pub struct DomainDisk {
     pub target: String,
     /// The id of QEMU's device; only a running domain has it.
     pub alias: Option<String>,
-    /// Files of the disk, the one that the guest writes to first.
+    /// Files or block devices of the disk, the one that the guest writes to first.
     pub files: Vec<String>,
     /// libvirt's block job has copied everything, and can put the disk on the file that it has written.
     pub is_copied: bool,
@@ -37,7 +37,8 @@ fn read(disk: Node<'_, '_>) -> Option<DomainDisk> {
     let mut files = Vec::new();
     let mut layer = Some(disk);
     while let Some(node) = layer {
-        files.extend(child(node, "source").and_then(|source| source.attribute("file")).map(str::to_owned));
+        let source = child(node, "source");
+        files.extend(source.and_then(|source| source.attribute("file").or(source.attribute("dev"))).map(str::to_owned));
         layer = child(node, "backingStore");
     }
     let is_copied = child(disk, "mirror").is_some_and(|mirror| mirror.attribute("ready") == Some("yes"));
@@ -61,6 +62,7 @@ mod tests {
               </backingStore>
               <mirror type='file' job='active-commit' ready='yes'><source file='/other'/></mirror>
               <target dev='vda' bus='virtio'/><alias name='virtio-disk0'/></disk>
+            <disk type='block' device='disk'><source dev='/dev/vg/lv'/><target dev='vdb'/></disk>
             <disk type='file' device='cdrom'><target dev='sda' bus='sata'/><readonly/></disk>
             </devices></domain>";
         let disks = of_domain(xml).unwrap();
@@ -70,7 +72,12 @@ mod tests {
             files: files.iter().map(|file| (*file).to_owned()).collect(),
             is_copied: target == "vda",
         };
-        assert_eq!(disks, [disk("vda", Some("virtio-disk0"), &["/e3", "/it's"]), disk("sda", None, &[])]);
+        let expected = [
+            disk("vda", Some("virtio-disk0"), &["/e3", "/it's"]),
+            disk("vdb", None, &["/dev/vg/lv"]),
+            disk("sda", None, &[]),
+        ];
+        assert_eq!(disks, expected);
         of_domain("<domain><devices><disk/></devices></domain>").unwrap_err();
         of_domain("<domain").unwrap_err();
     }

@@ -92,9 +92,11 @@ pub fn with_disks_on(xml: &str, files: &BTreeMap<String, DiskFile>) -> Result<St
         };
         let disk = document.descendants().find(has_target).ok_or_else(|| format!("there is no disk {target}"))?;
         let source = child(disk, "source").ok_or_else(|| format!("disk {target} has no source"))?;
-        if source.has_children() || disk.attribute("type") != Some("file") {
-            return Err(format!("disk {target} is not a plain file"));
-        }
+        let kind = disk.attribute_node("type").filter(|kind| ["file", "block"].contains(&kind.value()));
+        let Some(kind) = kind.filter(|_| !source.has_children()) else {
+            return Err(format!("disk {target} is no plain file or block device"));
+        };
+        changes.push((kind.range(), "type='file'".into()));
         changes.push((source.range(), format!("<source file='{}'/>", escaped(&file.path))));
         let driver = child(disk, "driver").ok_or_else(|| format!("disk {target} has no driver"))?;
         let format = driver.attribute_node("type").ok_or_else(|| format!("disk {target} has no format"))?;
@@ -132,6 +134,8 @@ mod tests {
             <target dev='vda' bus='virtio'/><alias name='virtio-disk0'/></disk>
           <disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='/dev/x'/>
             <target dev='vdb' bus='virtio'/></disk>
+          <disk type='network' device='disk'><driver name='qemu' type='raw'/><source protocol='nbd' name='x'/>
+            <target dev='vdd' bus='virtio'/></disk>
           <interface type='network'><source network='default' bridge='virbr0'/></interface>
         </devices></domain>";
 
@@ -154,7 +158,11 @@ mod tests {
         assert!(changed.contains("<driver name='qemu' type='qcow2' cache='none'/><source file='/it&apos;s'/>"));
         assert!(!changed.contains("/below") && changed.contains("<source dev='/dev/x'/>"));
         assert_eq!(disks::of_domain(&changed).unwrap()[0].files, ["/it's"]);
-        for (target, why) in [("vdb", "disk vdb is not a plain file"), ("vdc", "there is no disk vdc")] {
+        let from_device = with_disks_on(XML, &[("vdb".to_owned(), DiskFile::qcow2("/e2".into()))].into()).unwrap();
+        assert!(from_device.contains(
+            "<disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='/e2'/>\n            <target dev='vdb'"
+        ));
+        for (target, why) in [("vdd", "disk vdd is no plain file or block device"), ("vdc", "there is no disk vdc")] {
             let files = [(target.to_owned(), DiskFile::qcow2("/x".into()))].into();
             assert_eq!(with_disks_on(XML, &files).unwrap_err(), why);
         }

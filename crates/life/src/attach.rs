@@ -5,6 +5,7 @@
 //! protector was killed.
 
 use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_kernel::process::boot_id;
 use rekindle_kernel::sched;
 use rekindle_kernel::userfault::remote::RemoteError;
 use rekindle_memory::tracker;
@@ -413,8 +414,7 @@ impl AdoptedGuest<'_> {
 
 /// Returns the UUID by which a store identifies a guest without a UUID: the same each time the process is attached.
 fn uuid_of_process(adopted: &Adopted) -> Uuid {
-    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let process = format!("{} {} {}", boot_id.trim(), adopted.pid, adopted.started);
+    let process = format!("{} {} {}", boot_id().unwrap_or_default(), adopted.pid, adopted.started);
     Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(process.as_bytes()))
 }
 

@@ -179,8 +179,13 @@ pub const RESTORE_DOMAIN_POINTS: &[&str] = &[
 ];
 
 /// Further fault points of overlays on the disks of a libvirt domain.
-pub const FENCE_POINTS: &[&str] =
-    &["overlay.mark.chosen", "overlay.mark.fenced", "overlay.mark.copied", "overlay.merge.unfenced"];
+pub const FENCE_POINTS: &[&str] = &[
+    "overlay.mark.chosen",
+    "overlay.mark.fenced",
+    "overlay.mark.copied",
+    "overlay.merge.unfenced",
+    "overlay.merge.requested",
+];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {

@@ -15,6 +15,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 const STATE_NAME: &str = "state";
+/// Exists while other programs can merge into what checkpoints need, and until it is certain that none has.
+const EXPOSED_NAME: &str = "exposed";
 const STATE_BYTES: u64 = 2 * SLOT_BYTES;
 
 /// Returns the name of the file with an epoch's writes.
@@ -204,6 +206,43 @@ impl<D: LogFiles> OverlayDirectory<D> {
         written.map_err(failed(&self.files, "writing its state"))?;
         (self.state, self.count) = (state, count);
         Ok(())
+    }
+
+    /// Returns the path of the file that [`Self::note_exposed`] makes.
+    #[must_use]
+    pub fn exposed_path(&self) -> PathBuf {
+        self.files.path().join(EXPOSED_NAME)
+    }
+
+    /// Returns whether another program may have merged into what checkpoints need, which is not known yet.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn is_exposed(&self) -> Result<bool, OverlayError> {
+        let names = self.files.list().map_err(failed(&self.files, "reading the directory"))?;
+        Ok(names.iter().any(|name| name == EXPOSED_NAME))
+    }
+
+    /// Records durably that other programs are about to be able to merge into what checkpoints need.
+    ///
+    /// # Errors
+    /// If the file cannot be made.
+    pub fn note_exposed(&self) -> Result<(), OverlayError> {
+        if !self.is_exposed()? {
+            self.files.create(EXPOSED_NAME).map_err(failed(&self.files, "making a file in it"))?;
+        }
+        self.sync_names()
+    }
+
+    /// Records that no other program can merge any more, and that what it may have done is recorded.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
+    pub fn note_not_exposed(&self) -> Result<(), OverlayError> {
+        if self.is_exposed()? {
+            self.files.remove(EXPOSED_NAME).map_err(failed(&self.files, "removing a file in it"))?;
+        }
+        self.sync_names()
     }
 
     /// Returns the epochs that have files, oldest first. Those that are merged already are of no use.
@@ -408,7 +447,7 @@ impl<D: LogFiles> OverlayDirectory<D> {
         }
         self.heads()?.into_iter().try_for_each(|head| self.remove_head(head))?;
         // Overlays without a state are damaged.
-        self.sync_names()?;
+        self.note_not_exposed()?;
         self.files.remove(STATE_NAME).map_err(failed(&self.files, "removing its state"))?;
         match self.files.list().map_err(failed(&self.files, "reading the directory"))?.into_iter().next() {
             Some(name) => Err(OverlayError::Occupied { path: self.files.path().to_owned(), name }),

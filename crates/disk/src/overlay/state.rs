@@ -39,6 +39,10 @@ pub struct OverlayState {
     /// Set for the disk of a libvirt domain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<OverlayFence>,
+    /// The checkpoints of earlier epochs have lost their disk because another program may have merged newer writes into it. The
+    /// floor is not lower than this, which is for the error.
+    #[serde(default)]
+    pub changed_by_others: u64,
     /// Epochs that no checkpoint and no disk has any more, because a restore went back to an epoch before them.
     #[serde(default)]
     pub dead: Vec<DeadEpochs>,
@@ -88,6 +92,7 @@ impl OverlayState {
             may_be_marked: false,
             owner: String::new(),
             fence: None,
+            changed_by_others: 0,
             dead: Vec::new(),
         }
     }
@@ -114,6 +119,19 @@ impl OverlayState {
         }
         self.floor = self.floor.max(newest);
         self.merged = self.merged.max(up_to);
+    }
+
+    /// Notes that another program may have merged writes of the epochs up to `newest`, to which the guest writes, into the image
+    /// or into an older overlay. The overlays above hide them from the guest and from each later checkpoint.
+    pub fn note_changed_by_others(&mut self, newest: u64) {
+        self.floor = self.floor.max(newest);
+        self.changed_by_others = self.changed_by_others.max(newest);
+    }
+
+    /// Returns whether another program may have changed the disk of this epoch's mark.
+    #[must_use]
+    pub fn is_changed_by_others(&self, epoch: u64) -> bool {
+        epoch < self.changed_by_others
     }
 
     /// Goes back to the disk of `epoch`: the guest writes to epoch `fresh` from now on, and those between are dead.

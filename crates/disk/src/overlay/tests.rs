@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 const SECTOR_BYTES: usize = 512;
 const SECTORS: usize = 4;
 const HISTORIES: u64 = 40;
+/// Further histories, in which users of libvirt merge.
+const HISTORIES_WITH_USERS: u64 = 20;
 const ACTIONS: usize = 60;
 
 /// The number that fills each sector. In an overlay, 0 stands for a sector without a write.
@@ -49,6 +51,12 @@ enum Mistake {
     HeadInPlace,
     /// The head of the committed checkpoint is removed before a later checkpoint is committed.
     EarlyRemovalOfHead,
+    /// A merge by a user of libvirt into the image is not noticed.
+    UnnoticedMerge,
+    /// A user of libvirt can merge before that is recorded.
+    LateExposure,
+    /// After a merge by a user, a checkpoint copies the overlay that is there.
+    KeptAfterMerge,
 }
 
 /// The disk of a checkpoint.
@@ -199,6 +207,9 @@ impl ProtectedDisk {
     /// Copies the overlay that is on the disk: the head of the next checkpoint.
     fn copy_head(&mut self) {
         let (Some(top), None) = (self.chain.last().copied(), self.merging) else { return };
+        if top - 1 < self.directory.state().floor && !self.makes(Mistake::KeptAfterMerge) {
+            return;
+        }
         let removed_up_to = match self.committed_head {
             Some(head) if self.makes(Mistake::EarlyRemovalOfHead) => Some(OverlayHead { number: u64::MAX, ..head }),
             head => head,
@@ -251,6 +262,23 @@ impl ProtectedDisk {
         }
     }
 
+    /// A user of libvirt merges one sector of all overlays while the image has no fence, and cancels that.
+    fn merge_by_user(&mut self, sector: usize) {
+        let (Some(top), None) = (self.chain.last().copied(), self.merging) else { return };
+        (self.marked, self.sealed) = (None, None);
+        (self.guarantee.committed, self.guarantee.sealed) = (None, None);
+        self.record_guarantee();
+        if self.makes(Mistake::LateExposure) {
+            self.copy(top, Some(sector));
+        }
+        self.directory.note_exposed().unwrap();
+        self.copy(top, Some(sector));
+        if !self.makes(Mistake::UnnoticedMerge) {
+            self.directory.record(|state| state.note_changed_by_others(top)).unwrap();
+        }
+        self.directory.note_not_exposed().unwrap();
+    }
+
     /// Takes the next step of the plan.
     fn step(&mut self) {
         let state = self.directory.state().clone();
@@ -273,7 +301,7 @@ impl ProtectedDisk {
                 if self.makes(Mistake::LateFloor) {
                     self.copy(to, Some(0));
                 }
-                self.directory.record(|state| state.floor = to).unwrap();
+                self.directory.record(|state| state.floor = state.floor.max(to)).unwrap();
                 self.directory.remove_useless_heads(self.committed_head).unwrap();
             }
             OverlayStep::Merge { up_to } => self.merging = Some(up_to),
@@ -335,7 +363,7 @@ fn make_history(setting: Setting, seed: u64) -> History {
     let mut model = ProtectedDisk::begin(setting);
     model.record_guarantee();
     for _ in 0..ACTIONS {
-        match random.u8(..20) {
+        match random.u8(..if seed < HISTORIES { 20 } else { 21 }) {
             0..4 => model.write(random.usize(..SECTORS)),
             4..6 => model.flush(),
             6 => model.mark(),
@@ -348,6 +376,7 @@ fn make_history(setting: Setting, seed: u64) -> History {
                     model.copy(up_to, Some(random.usize(..SECTORS)));
                 }
             }
+            20 => model.merge_by_user(random.usize(..SECTORS)),
             _ => model.step(),
         }
         model.record_guarantee();
@@ -385,7 +414,10 @@ impl History {
         }
         let offers = |mark: &DiskMark| {
             let has_head = |head| directory.as_ref().is_some_and(|directory| directory.has_head(head).unwrap());
-            state.as_ref().is_some_and(|state| state.has_epoch(mark.epoch)) && mark.head.is_none_or(has_head)
+            let is_exposed = directory.as_ref().is_some_and(|directory| directory.is_exposed().unwrap());
+            !is_exposed
+                && state.as_ref().is_some_and(|state| state.has_epoch(mark.epoch))
+                && mark.head.is_none_or(has_head)
         };
         // Of heads, only those that a checkpoint may need have a content.
         let is_needed = |mark: &DiskMark| {
@@ -419,7 +451,7 @@ impl History {
 }
 
 fn first_violation(setting: Setting) -> Option<String> {
-    (0..HISTORIES).find_map(|seed| {
+    (0..HISTORIES + HISTORIES_WITH_USERS).find_map(|seed| {
         let violation = make_history(setting, seed).first_violation()?;
         Some(format!("seed {seed}: {violation}"))
     })
@@ -466,6 +498,9 @@ fn each_mistake_is_found() {
         (Mistake::HeadWithoutSync, false),
         (Mistake::HeadInPlace, false),
         (Mistake::EarlyRemovalOfHead, false),
+        (Mistake::UnnoticedMerge, false),
+        (Mistake::LateExposure, false),
+        (Mistake::KeptAfterMerge, false),
     ];
     for (mistake, ignores_flushes) in mistakes {
         let found = first_violation(Setting { mistake: Some(mistake), ignores_flushes });
@@ -553,6 +588,29 @@ fn heads_are_numbered_and_only_those_that_no_checkpoint_has_are_removed() {
     disk.create("head-000000000007.qcow2").unwrap();
     assert!(directory.has_head(OverlayHead { epoch: 7, number: 0 }).unwrap());
     assert_eq!(directory.create_head(8).unwrap().number, 1);
+}
+
+#[test]
+fn a_merge_by_another_program_takes_the_disk_of_earlier_checkpoints() {
+    let disk = CrashDisk::new(vec![0; 4096]);
+    let mut directory = OverlayDirectory::create(disk.clone(), OverlayState::new("image".into(), 4096)).unwrap();
+    directory.create_overlay(2).unwrap();
+    directory.create_overlay(3).unwrap();
+    directory.seal(2, None, || Ok(())).unwrap();
+    directory.note_exposed().unwrap();
+    drop(directory);
+    let mut directory = OverlayDirectory::open(disk).unwrap().unwrap();
+    assert!(directory.is_exposed().unwrap());
+    directory.record(|state| state.note_changed_by_others(3)).unwrap();
+    directory.note_not_exposed().unwrap();
+    assert!(!directory.is_exposed().unwrap());
+    directory.seal(3, None, || Ok(())).unwrap();
+    let state = directory.state();
+    assert!(state.is_changed_by_others(2) && !state.is_changed_by_others(3));
+    assert!(directory.overlays_of(2).is_err());
+    assert_eq!(directory.overlays_of(3).unwrap(), [2, 3]);
+    directory.note_exposed().unwrap();
+    directory.destroy().unwrap();
 }
 
 #[test]

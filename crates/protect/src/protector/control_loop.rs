@@ -126,6 +126,19 @@ impl<'a> ControlLoop<'a> {
 
     /// Takes checkpoints until the protector is to stop or tracking has to start again.
     fn run_session(&mut self, mut session: TrackingSession) -> Result<LoopStep, ProtectError> {
+        let ended = self.take_checkpoints(&mut session);
+        session.settle_overlays();
+        match ended? {
+            LoopStep::Stop(StopReason::Counted) => self.finish(session).map(LoopStep::Stop),
+            LoopStep::Attach(new_target) => {
+                let _ = session.detach();
+                Ok(LoopStep::Attach(new_target))
+            }
+            next_step => Ok(next_step),
+        }
+    }
+
+    fn take_checkpoints(&mut self, session: &mut TrackingSession) -> Result<LoopStep, ProtectError> {
         self.output_is_held = session.holds_output();
         self.report(&ProtectEvent::Attached {
             pid: session.target.vmm().pid,
@@ -134,13 +147,13 @@ impl<'a> ControlLoop<'a> {
             filling: session.is_filling(),
         });
         loop {
-            let next_step = match self.take_checkpoint(&mut session) {
+            let next_step = match self.take_checkpoint(session) {
                 Ok(()) if self.settings.count.is_some_and(|count| self.taken >= count) => {
                     LoopStep::Stop(StopReason::Counted)
                 }
                 Ok(()) => LoopStep::Wait(self.settings.every.saturating_sub(self.newest_started.elapsed())),
                 Err(e) => {
-                    self.end_full_overlays(&mut session, &e)?;
+                    self.end_full_overlays(session, &e)?;
                     self.after_failure(&session.target, e)?
                 }
             };
@@ -152,12 +165,7 @@ impl<'a> ControlLoop<'a> {
                         return Ok(LoopStep::Stop(StopReason::Requested));
                     }
                 }
-                LoopStep::Attach(new_target) => {
-                    let _ = session.detach();
-                    return Ok(LoopStep::Attach(new_target));
-                }
-                LoopStep::Stop(StopReason::Counted) => return self.finish(session).map(LoopStep::Stop),
-                LoopStep::Stop(reason) => return Ok(LoopStep::Stop(reason)),
+                next_step => return Ok(next_step),
             }
         }
     }

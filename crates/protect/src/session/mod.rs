@@ -302,6 +302,13 @@ impl TrackingSession {
         self.overlays.is_some()
     }
 
+    /// Leaves the disks as a restore needs them, because this session takes no further checkpoint.
+    pub(crate) fn settle_overlays(&mut self) {
+        if let Some(overlays) = &mut self.overlays {
+            overlays.settle(self.monitors.control());
+        }
+    }
+
     /// Lets another host use the overlays of a guest that stays stopped. This QEMU still has them open.
     pub(crate) fn release_overlays(&mut self) {
         self.overlays = None;

@@ -16,7 +16,8 @@ const FILTER_DRIVERS: [&str; 8] =
     ["throttle", "copy-on-read", "compress", "preallocate", "blkdebug", "blklogwrites", "blkverify", "blkreplay"];
 
 /// Drivers of the nodes that QEMU inserts while it merges.
-const MERGE_FILTERS: [&str; 2] = ["commit_top", "mirror_top"];
+const ACTIVE_MERGE_FILTER: &str = "mirror_top";
+const MERGE_FILTERS: [&str; 2] = ["commit_top", ACTIVE_MERGE_FILTER];
 
 /// One node as QEMU describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +39,15 @@ pub struct CacheMode {
     pub direct: bool,
     #[serde(rename = "no-flush")]
     pub no_flush: bool,
+}
+
+/// The node that QEMU inserts while it merges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MergeFilter<'g> {
+    /// The newest file that is merged.
+    pub merged_file: &'g str,
+    /// Whether that is the file that the guest writes to.
+    pub is_active: bool,
 }
 
 /// The nodes of one device, from the base upwards.
@@ -254,6 +264,12 @@ impl BlockGraph {
     pub fn is_overlay_file(&self, node: &str) -> bool {
         let is_own = |node: &BlockNode| is_overlay_file(&node.file) || MERGE_FILTERS.contains(&node.driver.as_str());
         self.nodes.get(node).is_some_and(is_own)
+    }
+
+    /// Returns the filters of all merges that run.
+    pub fn merge_filters(&self) -> impl Iterator<Item = MergeFilter<'_>> {
+        let filters = self.nodes.values().filter(|node| MERGE_FILTERS.contains(&node.driver.as_str()));
+        filters.map(|node| MergeFilter { merged_file: &node.file, is_active: node.driver == ACTIVE_MERGE_FILTER })
     }
 
     /// Returns the files of all nodes.

@@ -7,6 +7,7 @@ use super::attach::{ForeignGuest, attach, protect};
 use crate::common::protector::{self, Protector, crash, restore, wait_filled};
 use crate::common::{Guest, Lab, qemu_new, qemu_newest, qemu_old};
 use rekindle_qemu::block::graph::BlockGraph;
+use rekindle_testing::loop_device::LoopDevice;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -38,8 +39,13 @@ impl Disk {
 
     pub fn boot<'a>(&self, lab: &'a Lab, binary: &Path) -> ForeignGuest<'a> {
         let file = json!({"driver": "file", "filename": self.image, "node-name": "file0"}).to_string();
-        let format = json!({"driver": self.format, "file": "file0", "node-name": "disk0-format"}).to_string();
-        let arguments = ["-machine", "q35,smm=off", "-m", "192M", "-blockdev", &file, "-blockdev", &format];
+        Self::boot_on(&file, self.format, lab, binary)
+    }
+
+    /// Boots a guest with the disk in the node `file0`.
+    fn boot_on<'a>(file: &str, format: &str, lab: &'a Lab, binary: &Path) -> ForeignGuest<'a> {
+        let format = json!({"driver": format, "file": "file0", "node-name": "disk0-format"}).to_string();
+        let arguments = ["-machine", "q35,smm=off", "-m", "192M", "-blockdev", file, "-blockdev", &format];
         let device = ["-device", "virtio-blk-pci,drive=disk0-format,id=disk0"];
         ForeignGuest::boot(lab, "foreign", binary, &[&arguments[..], &device].concat())
     }
@@ -125,6 +131,33 @@ fn memory_and_disk_of_a_restored_guest_agree_with_qemu_7() {
 #[test]
 fn memory_and_disk_of_a_restored_guest_agree_with_qemu_10() {
     protect_and_restore(qemu_new(), "qcow2");
+}
+
+#[test]
+fn a_block_device_is_restored_only_if_it_is_the_one_of_the_checkpoint() {
+    let lab = Lab::without_root();
+    let (image, directory) = (lab.path("disk.image"), lab.path("overlays"));
+    fs::create_dir(&directory).unwrap();
+    let device = LoopDevice::create(&image, &lab.path("backing"), DISK_BYTES);
+    let node = json!({"driver": "host_device", "filename": image, "node-name": "file0"}).to_string();
+    let mut foreign = Disk::boot_on(&node, "raw", &lab, qemu_new());
+    let store = lab.path("store");
+    attach(&lab, &foreign);
+    write(&foreign.guest, 1);
+    let expected = read(&foreign.guest);
+    let overlays = ["--disk", "overlays", "--overlay-dir", directory.to_str().unwrap(), "--count", "3"];
+    assert_eq!(protect(&lab, "foreign", &store, &overlays).len(), 3);
+    write(&foreign.guest, 2);
+    foreign.qemu.kill();
+    let other = LoopDevice::create(&image, &lab.path("other"), DISK_BYTES);
+    let restoring = ["restore", "foreign", "--store", store.to_str().unwrap()];
+    lab.rekindle(restoring).status(1).prints(&["another block device", "/other at 0", "/backing at 0"]);
+    drop(other);
+    device.link();
+    let guest = &foreign.guest;
+    restore(guest, &store, &[]);
+    assert_disk_agrees(guest, &expected);
+    guest.rekindle(&["stop", "--now"]).ok();
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! `rekindle protect --disk overlays` of a libvirt domain: libvirt puts the overlays and merges them, and its users cannot
 //! merge into what a checkpoint needs.
 
+mod devices;
 mod heads;
+mod interference;
 mod kills;
 mod moving;
 mod resource;
@@ -74,7 +76,12 @@ impl<'a> Attached<'a> {
     }
 
     fn boot_with(firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
-        let mut devices = make_disks(Path::new(IMAGES));
+        Self::boot_on(&make_disks(Path::new(IMAGES)), firmware, libvirt, lab)
+    }
+
+    /// Boots a domain with these disks.
+    fn boot_on(disks: &str, firmware: Firmware, libvirt: &'a PrivateLibvirt, lab: &'a Lab) -> Self {
+        let mut devices = disks.to_owned();
         devices += "<disk type='file' device='cdrom'><target dev='hdc' bus='ide'/><readonly/></disk>";
         if firmware == Firmware::Uefi {
             devices += TPM;

@@ -199,7 +199,8 @@ mod tests {
         let (image, directory) = (folder.join("disk.img"), folder.join("disk.img.rekindle"));
         fs::write(&image, "")?;
         let device = "/machine/peripheral/virtio-disk0".into();
-        Ok(RecordedDisk { device, drive: "d".into(), number: 0, image, directory, bytes: 0, target: None })
+        let (drive, target, block_device) = ("d".into(), None, None);
+        Ok(RecordedDisk { device, drive, number: 0, image, directory, bytes: 0, target, block_device })
     }
 
     #[test]
@@ -238,6 +239,18 @@ mod tests {
         assert!(failed.to_string().contains("AppArmor 4.1"), "{failed}");
         assert_eq!(fs::read_to_string(&profile.path)?, FRESH);
         assert!(!folder.path().join("loaded").exists());
+        Ok(())
+    }
+
+    #[test]
+    fn a_rule_names_the_device_to_which_a_link_leads() -> Result<(), Box<dyn Error>> {
+        let folder = tempfile::tempdir()?;
+        let mut disk = disk(folder.path())?;
+        let link = folder.path().join("lv");
+        std::os::unix::fs::symlink(&disk.image, &link)?;
+        let expected = rules(&disk)?;
+        disk.image = link;
+        assert_eq!(rules(&disk)?, expected);
         Ok(())
     }
 

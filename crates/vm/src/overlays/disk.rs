@@ -13,7 +13,7 @@ mod steps;
 use super::libvirt::{LATE_MERGE_TIMEOUT, LibvirtDisk};
 use super::record::{RecordedDisk, running_owner};
 use super::view::DiskView;
-use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, fence, owner_of};
+use super::{MIN_FREE_BYTES, OverlayDisksError, OverlayEpoch, device, fence, owner_of};
 use crate::fault;
 use rekindle_disk::overlay::directory::{OverlayDirectory, OverlayHead, epoch_of_file};
 use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, MarkObstacle, OverlayStep};
@@ -97,8 +97,8 @@ impl OverlayDisk {
         let owner = owner_of(vmm)?;
         let image = recorded.image.to_string_lossy().into_owned();
         let mut state = OverlayState { owner, ..OverlayState::new(image, recorded.bytes) };
-        if recorded.target.is_some() {
-            let image_mode = fence::mode_without(&recorded.image)?;
+        if let Some(disk) = recorded.libvirt_disk(vmm) {
+            let image_mode = disk.fenced.mode_without()?;
             state.fence = Some(OverlayFence { image_mode, is_in_force: true });
         }
         if let Some(directory) = OverlayDirectory::open(files_of(&recorded))? {
@@ -117,7 +117,7 @@ impl OverlayDisk {
     }
 
     fn over(recorded: RecordedDisk, directory: OverlayDirectory<LocalFiles>, vmm: &Vmm) -> Self {
-        let libvirt = recorded.libvirt_disk();
+        let libvirt = recorded.libvirt_disk(vmm);
         Self {
             recorded,
             directory,
@@ -154,7 +154,7 @@ impl OverlayDisk {
         vmm: &Vmm,
     ) -> Result<Option<Self>, OverlayDisksError> {
         // It may be about to put the device on its image.
-        match recorded.libvirt_disk() {
+        match recorded.libvirt_disk(vmm) {
             Some(disk) => {
                 disk.chain(view.graph()?.as_ref())?;
                 libvirt_block::cancel_merge(view.monitor_to_change(), &disk.target)?;
@@ -168,7 +168,7 @@ impl OverlayDisk {
         let directory = OverlayDirectory::open(files_of(&recorded))?;
         let Some(directory) = directory else {
             let graph = view.graph()?;
-            let chain = match recorded.libvirt_disk() {
+            let chain = match recorded.libvirt_disk(vmm) {
                 Some(disk) => disk.chain(&graph)?,
                 None => graph.chain_of(&recorded.device)?,
             };
@@ -180,6 +180,7 @@ impl OverlayDisk {
         let mut disk = Self::over(recorded, directory, vmm);
         disk.remove_prepared_nodes(view)?;
         if disk.found(view)?.next_step(disk.directory.state(), 0) != OverlayStep::Resolve {
+            disk.resolve_exposure(view)?;
             disk.fence(&disk.chain_now(view)?)?;
             return Ok(Some(disk));
         }
@@ -241,6 +242,10 @@ impl OverlayDisk {
             Some(disk) => disk.is_merging(view)?,
             None => false,
         };
+        let (graph, floor) = (view.graph()?, self.directory.state().floor);
+        if let Some(id) = self.libvirt.as_ref().and_then(|disk| disk.foreign_merge(&graph, floor)) {
+            return Err(OverlayDisksError::ForeignJob { id });
+        }
         let chain = self.checked_chain(view.graph()?.as_ref())?;
         let merging = match &self.libvirt {
             // libvirt's job does not name the epoch, which is of no use: each disk has one job.
@@ -305,6 +310,9 @@ impl OverlayDisk {
 
     fn prepare_own(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
         self.prepared = None;
+        self.resolve_exposure(view)?;
+        self.check_base_read_only(view)?;
+        device::check_same(&self.recorded.image, self.recorded.block_device.as_ref())?;
         for _ in 0..MAX_STEPS {
             let found = self.found(view)?;
             let is_full = found.chain.len() >= MAX_OVERLAYS;
@@ -334,6 +342,10 @@ impl OverlayDisk {
         }
         let graph = view.graph()?;
         let chain = self.checked_chain(&graph)?;
+        // The guest never writes to an overlay that belongs to a checkpoint.
+        if let Some(top) = chain.overlays.last().filter(|top| top.epoch <= self.directory.state().sealed) {
+            return Err(self.merged_by_others(&self.directory.path_of(top.epoch)));
+        }
         self.fence(&chain)?;
         let (base, top) = (graph.node(&chain.base)?, graph.node(&chain.top())?);
         let (format, cache, detect_zeroes, bytes) =
@@ -348,6 +360,11 @@ impl OverlayDisk {
         };
         self.prepared = Some(Prepared { chain, format, cache, detect_zeroes, bytes, epoch, path, head });
         Ok(())
+    }
+
+    /// Returns the error for overlays that another program has taken off the disk.
+    fn merged_by_others(&self, file: &Path) -> OverlayDisksError {
+        OverlayDisksError::MergedByOthers { device: self.device().into(), file: file.to_owned() }
     }
 
     fn not_ready(&self, obstacle: MarkObstacle) -> OverlayDisksError {

@@ -4,12 +4,18 @@
 //! and a checkpoint that needs the image as it was would be restored on a wrong disk. QEMU opens a file anew when it
 //! begins to write it, as another user than root, so without write permission QEMU and libvirt reject each merge into
 //! it, and each start on the image alone. What is open for writing already stays so.
+//!
+//! A QEMU of libvirt's has nodes of its own for the block devices of its domain. The permissions of such a node keep this
+//! QEMU alone from opening the device. So the device is also read-only for all, except while QEMU writes to it: before the
+//! first overlay, and in a merge.
 
 use super::OverlayDisksError;
+use super::exposure::Exposure;
+use rekindle_kernel::block_device;
 use std::fs::{self, Permissions};
 use std::io;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 
 const ALL_WRITE_BITS: u32 = 0o222;
 const OWNER_WRITE_BIT: u32 = 0o200;
@@ -27,6 +33,124 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), OverlayDisksError> {
     fs::set_permissions(path, Permissions::from_mode(mode)).map_err(OverlayDisksError::io(path))
 }
 
+/// The image of a libvirt domain's disk.
+#[derive(Debug, Clone)]
+pub(super) struct FencedImage {
+    image: PathBuf,
+    qemu: u32,
+    /// The node that its QEMU opens, if the image is a block device.
+    node: Option<PathBuf>,
+}
+
+impl FencedImage {
+    /// `qemu`: the domain's QEMU.
+    pub fn new(image: &Path, is_device: bool, qemu: u32) -> Self {
+        Self { image: image.to_owned(), qemu, node: is_device.then(|| node_of(image, qemu)) }
+    }
+
+    fn opened_file(&self) -> &Path {
+        self.node.as_deref().unwrap_or(&self.image)
+    }
+
+    pub fn is_device(&self) -> bool {
+        self.node.is_some()
+    }
+
+    /// Counts from now on how often a program opens the image for writing.
+    pub fn watch(&self) -> Result<Exposure, OverlayDisksError> {
+        Exposure::start(self.opened_file(), self.qemu)
+    }
+
+    /// As [`FencedImage::watch`], for an overlay above the image.
+    pub fn watch_overlay(&self, overlay: &Path) -> Result<Exposure, OverlayDisksError> {
+        Exposure::start(overlay, self.qemu)
+    }
+
+    /// Returns whether QEMU could open the image for writing.
+    pub fn is_open_to_jobs(&self) -> Result<bool, OverlayDisksError> {
+        let is_read_only = || block_device::is_read_only(&self.image).map_err(OverlayDisksError::io(&self.image));
+        Ok(is_open(self.opened_file())? && !(self.is_device() && is_read_only()?))
+    }
+
+    /// Keeps QEMU from opening the image for writing. It may have it open.
+    pub fn close_to_jobs(&self) -> Result<(), OverlayDisksError> {
+        close(self.opened_file())
+    }
+
+    /// Keeps all programs from opening the image for writing. QEMU must not write to it any more.
+    pub fn close(&self) -> Result<(), OverlayDisksError> {
+        self.close_to_jobs()?;
+        if self.is_device() { close_device(&self.image) } else { Ok(()) }
+    }
+
+    pub fn open(&self) -> Result<(), OverlayDisksError> {
+        if self.is_device() {
+            open_device(&self.image)?;
+        }
+        open(self.opened_file())
+    }
+
+    /// Gives the image the permissions that it had before the fence. QEMU may be writing to it.
+    pub fn remove(&self, mode: u32) -> Result<(), OverlayDisksError> {
+        if self.is_device() {
+            open_device(&self.image)?;
+        }
+        remove(self.opened_file(), mode)
+    }
+
+    /// Returns the permissions of an image without a fence.
+    pub fn mode_without(&self) -> Result<u32, OverlayDisksError> {
+        mode_of(self.opened_file())
+    }
+}
+
+/// Returns the path of the node by which a QEMU opens a device.
+fn node_of(image: &Path, qemu: u32) -> PathBuf {
+    // A symbolic link would be followed to the node of this process.
+    let resolved = image.canonicalize().unwrap_or_else(|_| image.to_owned());
+    Path::new("/proc").join(format!("{qemu}/root")).join(resolved.strip_prefix("/").unwrap_or(&resolved))
+}
+
+/// Returns whether a QEMU has a node of its own for a device.
+pub(super) fn has_own_node(image: &Path, qemu: u32) -> io::Result<bool> {
+    let (node, shared) = (fs::metadata(node_of(image, qemu))?, fs::metadata(image)?);
+    Ok(node.rdev() == shared.rdev() && (node.dev(), node.ino()) != (shared.dev(), shared.ino()))
+}
+
+/// Makes a block device read-only. Data that was written to it before is durable then.
+pub(super) fn close_device(device: &Path) -> Result<(), OverlayDisksError> {
+    set_device(device, true)
+}
+
+fn open_device(device: &Path) -> Result<(), OverlayDisksError> {
+    set_device(device, false)
+}
+
+fn set_device(device: &Path, read_only: bool) -> Result<(), OverlayDisksError> {
+    let set = block_device::is_read_only(device).and_then(|is_read_only| match is_read_only == read_only {
+        true => Ok(()),
+        false => block_device::set_read_only(device, read_only),
+    });
+    set.map_err(OverlayDisksError::io(device))
+}
+
+fn is_device(path: &Path) -> Result<bool, OverlayDisksError> {
+    Ok(fs::metadata(path).map_err(OverlayDisksError::io(path))?.file_type().is_block_device())
+}
+
+/// Returns whether a program could write to an image, which has no QEMU.
+pub(super) fn is_image_open(image: &Path) -> Result<bool, OverlayDisksError> {
+    if is_device(image)? {
+        return Ok(!block_device::is_read_only(image).map_err(OverlayDisksError::io(image))?);
+    }
+    is_open(image)
+}
+
+/// Removes the fence of an image for a QEMU that is none of libvirt's.
+pub(super) fn remove_from_image(image: &Path, mode: u32) -> Result<(), OverlayDisksError> {
+    if is_device(image)? { open_device(image) } else { remove(image, mode) }
+}
+
 /// Removes all write permissions of a file.
 pub(super) fn close(path: &Path) -> Result<(), OverlayDisksError> {
     set_mode(path, mode_of(path)? & !ALL_WRITE_BITS)
@@ -38,13 +162,8 @@ pub(super) fn open(path: &Path) -> Result<(), OverlayDisksError> {
 }
 
 /// Gives a file the permissions that it had before the fence.
-pub(super) fn remove(path: &Path, mode: u32) -> Result<(), OverlayDisksError> {
+fn remove(path: &Path, mode: u32) -> Result<(), OverlayDisksError> {
     set_mode(path, mode | OWNER_WRITE_BIT)
-}
-
-/// Returns the permissions of a file without a fence.
-pub(super) fn mode_without(path: &Path) -> Result<u32, OverlayDisksError> {
-    mode_of(path)
 }
 
 /// Returns whether a file has a write permission.
@@ -72,7 +191,7 @@ mod tests {
         let path = directory.path().join("image");
         fs::write(&path, "").unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o664)).unwrap();
-        let before = mode_without(&path).unwrap();
+        let before = mode_of(&path).unwrap();
         close(&path).unwrap();
         assert_eq!((mode_of(&path).unwrap(), is_open(&path).unwrap()), (0o444, false));
         open(&path).unwrap();

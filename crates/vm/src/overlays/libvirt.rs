@@ -1,11 +1,12 @@
 //! A disk of a libvirt domain: overlays are put and merged by libvirt's calls, and the files below are fenced.
 
+use super::fence::{self, FencedImage};
 use super::view::{Description, DiskView};
-use super::{OverlayDisksError, fence, overlay_name};
+use super::{OverlayDisksError, overlay_name};
 use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file, overlay_file_name};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_libvirt::disks::DomainDisk;
-use rekindle_qemu::block::graph::{BlockGraph, OverlayChain};
+use rekindle_qemu::block::graph::{BlockGraph, MergeFilter, OverlayChain};
 use rekindle_qemu::block::libvirt;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::{BlockError, overlay};
@@ -29,7 +30,17 @@ pub(super) struct LibvirtDisk {
     pub device: String,
     pub number: u16,
     pub image: PathBuf,
+    pub fenced: FencedImage,
     pub directory: PathBuf,
+}
+
+/// What came of the start of a merge.
+#[derive(Debug)]
+pub(super) enum MergeStart {
+    /// Nothing but this merge, if it was started, has written to the files that had no fence. They have it again.
+    Alone(Result<(), OverlayDisksError>),
+    /// Another program has written to one of them, or still does. They have no fence until its job has ended.
+    NotAlone,
 }
 
 /// Returns libvirt's name of QEMU's device at this path.
@@ -117,16 +128,25 @@ impl LibvirtDisk {
     /// Fences what is below the newest overlay. The newest one, or the image without overlays, can be written.
     pub fn fence(&self, chain: &OverlayChain, image_mode: u32) -> Result<(), OverlayDisksError> {
         let Some((top, closed)) = chain.overlays.split_last() else {
-            return fence::remove(&self.image, image_mode);
+            return self.fenced.remove(image_mode);
         };
         closed.iter().try_for_each(|overlay| fence::close(&self.path_of(overlay)))?;
-        fence::close(&self.image)?;
+        self.fenced.close()?;
         fence::open(&self.path_of(top))
     }
 
     /// Fences the file that is on top of the disk, onto which an overlay is about to be put.
     pub fn fence_top(&self, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
-        fence::close(&self.top_file(chain))
+        match chain.overlays.last() {
+            Some(top) => fence::close(&self.path_of(top)),
+            // The guest writes to it until the call.
+            None => self.fenced.close_to_jobs(),
+        }
+    }
+
+    /// Fences the image below an overlay that was put on it, which has no merge.
+    pub fn fence_image(&self) -> Result<(), OverlayDisksError> {
+        self.fenced.close()
     }
 
     /// Removes the fence of the image and all overlays.
@@ -136,46 +156,81 @@ impl LibvirtDisk {
         image_mode: u32,
     ) -> Result<(), OverlayDisksError> {
         directory.epochs()?.into_iter().try_for_each(|epoch| fence::open(&directory.path_of(epoch)))?;
-        fence::remove(&self.image, image_mode)
+        self.fenced.remove(image_mode)
     }
 
-    /// Starts to merge the overlays up to `up_to`. The image can be written by others only until this returns: QEMU has
-    /// opened it then.
+    /// Starts to merge the overlays up to `up_to`. The image can be written by others only until libvirt's call returns: QEMU
+    /// has opened it then. A block device stays writable until [`LibvirtDisk::fence`], for this QEMU alone by permissions.
     ///
     /// If the overlay above `up_to` is fenced, also waits for the end of the merge. QEMU opens that overlay anew then, to
     /// record its new base in it, and QEMU 10.0 ends with a segmentation fault if it cannot.
+    ///
+    /// # Errors
+    /// It is not known whether another program has written to the image or that overlay.
     pub fn start_merge(
         &self,
         view: &mut DiskView<'_>,
         chain: &OverlayChain,
         up_to: OverlayName,
         speed: u64,
-        pass: impl Fn(),
-    ) -> Result<(), OverlayDisksError> {
+        pass: impl Fn(&'static str),
+    ) -> Result<MergeStart, OverlayDisksError> {
+        let mut image = self.fenced.watch()?;
         let above = chain.overlays.iter().rev().skip(1).rfind(|overlay| overlay.epoch > up_to.epoch);
         let above = above.map(|overlay| self.path_of(overlay));
-        if let Some(above) = &above {
+        let watched = |path: PathBuf| Ok::<_, OverlayDisksError>((self.fenced.watch_overlay(&path)?, path));
+        let mut above = above.map(watched).transpose()?;
+        if let Some((_, above)) = &above {
             fence::open(above)?;
         }
-        fence::open(&self.image)?;
-        pass();
-        let started = libvirt::start_merge(
-            view.monitor_to_change(),
-            &self.target,
-            &self.image,
-            Some(&self.path_of(&up_to)),
-            speed,
-        );
-        fence::close(&self.image)?;
-        let Some(above) = above else { return Ok(started?) };
-        let finished = match started {
-            Ok(()) => self.finish_merge(view, LATE_MERGE_TIMEOUT),
-            Err(e) => Err(e.into()),
+        self.fenced.open()?;
+        pass("overlay.merge.unfenced");
+        let of_above = above.as_mut().map(|(above, _)| above.writers()).transpose()?;
+        if image.writers()? + of_above.unwrap_or_default() != 0 {
+            // No fence until that job has ended: QEMU 10.0 ends if it may not write to the image at a pivot.
+            return Ok(MergeStart::NotAlone);
+        }
+        let (base, top) = (&self.image, self.path_of(&up_to));
+        let started = libvirt::start_merge(view.monitor_to_change(), &self.target, base, Some(&top), speed);
+        pass("overlay.merge.requested");
+        self.fenced.close_to_jobs()?;
+        let mut is_alone = image.writers()? == usize::from(started.is_ok());
+        let mut started = started.map_err(OverlayDisksError::from);
+        if let Some((mut above, path)) = above {
+            started = started.and_then(|()| self.finish_merge(view, LATE_MERGE_TIMEOUT));
+            // Also after a lost answer: the fence is put in force only when no merge runs.
+            libvirt::cancel_merge(view.monitor_to_change(), &self.target)?;
+            fence::close(&path)?;
+            // QEMU has recorded the new base in it.
+            let is_merged = self.chain(view.graph()?.as_ref())?.overlays.iter().all(|now| now.epoch > up_to.epoch);
+            is_alone &= above.writers()? == usize::from(is_merged);
+        }
+        if is_alone {
+            return Ok(MergeStart::Alone(started));
+        }
+        self.fenced.open()?;
+        Ok(MergeStart::NotAlone)
+    }
+
+    /// Returns a block job of another program that merges into the image or into an overlay below the newest, if one runs.
+    /// `floor`: the newest epoch that ours merge.
+    pub fn foreign_merge(&self, graph: &BlockGraph, floor: u64) -> Option<String> {
+        let job = graph.libvirt_merge_of(&self.target)?;
+        let is_foreign = |filter: MergeFilter<'_>| {
+            self.overlay_of(filter.merged_file).is_some_and(|merged| filter.is_active || merged.epoch > floor)
         };
-        // Also after a lost answer: the fence is put in force only when no merge runs.
-        libvirt::cancel_merge(view.monitor_to_change(), &self.target)?;
-        fence::close(&above)?;
-        finished
+        graph.merge_filters().any(is_foreign).then(|| job.id.clone())
+    }
+
+    /// Returns whether an image or an overlay below the newest has no fence.
+    pub fn is_exposed(&self, chain: &OverlayChain) -> Result<bool, OverlayDisksError> {
+        let Some((_, closed)) = chain.overlays.split_last() else { return Ok(false) };
+        for overlay in closed {
+            if fence::is_open(&self.path_of(overlay))? {
+                return Ok(true);
+            }
+        }
+        self.fenced.is_open_to_jobs()
     }
 
     /// Waits for the end of a merge, and until libvirt has recorded it.

@@ -24,9 +24,11 @@
 //! |---|---|
 //! | `record` | which disk has its overlays where: a file in the run directory |
 //! | `disk` | the steps of one disk |
+//! | `device` | identifies a block device |
 //! | `libvirt` | the steps that differ for a disk of a libvirt domain |
 //! | `apparmor` | lets a confined QEMU write to the files into which it merges |
 //! | `fence` | keeps users of libvirt from merging into the files below the newest overlay |
+//! | `exposure` | notices that they have merged while the fence was open for a merge of ours |
 //! | `head` | copies an overlay in the pause |
 //! | `restore` | the disks of a checkpoint |
 //! | `offline` | merges overlays while no QEMU uses them |
@@ -35,7 +37,9 @@
 #![allow(missing_docs, reason = "comments only where a name is not enough")]
 
 mod apparmor;
+mod device;
 mod disk;
+mod exposure;
 mod fence;
 mod head;
 mod libvirt;
@@ -46,10 +50,11 @@ mod view;
 
 pub use offline::OfflineOverlays;
 pub(crate) use restore::remove_fresh;
-pub use restore::{RestoredOverlays, SourceQemu, fence_discarded};
+pub use restore::{RestoredOverlays, SourceQemu};
 
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};
+use device::DeviceIdentity;
 use disk::OverlayDisk;
 use record::{OverlayRecord, owner_of};
 use rekindle_disk::keeper::EpochId;
@@ -130,6 +135,32 @@ pub enum OverlayDisksError {
     ForeignSnapshot { target: String, file: String, below: PathBuf },
     #[error("{target}: libvirt's record and QEMU differ about {file}; no checkpoint is taken meanwhile")]
     LibvirtDisagrees { target: String, file: String },
+    #[error(
+        "{device}: another program may have merged newer writes into {} or into an older overlay, for example \
+         virsh blockcommit, so earlier checkpoints have lost their disk; the next checkpoint has one", image.display()
+    )]
+    Interference { device: String, image: PathBuf },
+    #[error(
+        "{device}: another program, for example virsh blockcommit, has merged its overlays into {}, so no earlier \
+         checkpoint has its disk any more; if the protection ends here, use rekindle detach, attach and protect", file.display()
+    )]
+    MergedByOthers { device: String, file: PathBuf },
+    #[error(
+        "{device}: a merge by another program, for example virsh blockcommit --active, was ended without a pivot, and QEMU has \
+         left {} writable below its overlays; use rekindle detach, attach and protect", image.display()
+    )]
+    LeftWritable { device: String, image: PathBuf },
+    #[error(
+        "{}: another program, for example virsh blockcommit, may have merged newer writes into it or into an overlay, so this \
+         checkpoint has lost its disk. Restore a later checkpoint, or boot the newest disk: virsh start \
+         (docs/protect-attached.md)", image.display()
+    )]
+    ChangedByOthers { image: PathBuf },
+    #[error(
+        "{}: other programs could merge newer writes into it when Rekindle was killed, so one may have changed it since the \
+         checkpoint. If certainly none has: rm {}, and repeat this", image.display(), exposed.display()
+    )]
+    Exposed { image: PathBuf, exposed: PathBuf },
     #[error("cannot read libvirt's description of the domain: {problem}")]
     DomainXml { problem: String },
     #[error(
@@ -143,6 +174,19 @@ pub enum OverlayDisksError {
          chmod a-w {}, and repeat this", file.display(), file.display()
     )]
     FenceOpen { file: PathBuf },
+    #[error(
+        "{} can be written, so another program may have changed it since the checkpoint; it is so after a start of this host, \
+         on another host, and if Rekindle was killed in a merge. If certainly none has changed it: blockdev --setro {}, and \
+         repeat this", device.display(), device.display()
+    )]
+    DeviceFenceOpen { device: PathBuf },
+    #[error(
+        "{} is another block device than at the checkpoint: it is {actual}, and was {expected}; give the name to the device of \
+         the checkpoint, and repeat this", image.display()
+    )]
+    OtherDevice { image: PathBuf, expected: String, actual: String },
+    #[error("{}: this host uses the block device, for example as a mounted file system; end that first", device.display())]
+    DeviceInUse { device: PathBuf },
     #[error("a QEMU writes to {}: libvirt has started the domain again; end it first", file.display())]
     DomainRuns { file: PathBuf },
     #[error(
@@ -183,6 +227,7 @@ impl OverlayDisksError {
             Self::NotReady { .. }
                 | Self::ForeignJob { .. }
                 | Self::ForeignSnapshot { .. }
+                | Self::Interference { .. }
                 | Self::LibvirtDisagrees { .. }
                 | Self::Block(BlockError::LibvirtRejected { .. } | BlockError::JobTimeout { .. })
         )
@@ -209,6 +254,9 @@ pub struct OverlayEpoch {
     /// libvirt's name of the disk, if a domain has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
+    /// Set if the image is a block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) block_device: Option<DeviceIdentity>,
     /// Whether the directory has a head for the checkpoint.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_head: bool,
@@ -426,6 +474,17 @@ impl OverlayDisks {
         for disk in &mut self.disks {
             let advanced = disk.advance(&mut view);
             disk.warn_if_late(advanced);
+        }
+    }
+
+    /// Fences the block devices of a libvirt domain, because this process takes no further checkpoint. A failure leaves one
+    /// writable, and a restore then asks the user.
+    pub fn settle(&mut self, qmp: &mut Qmp) {
+        let mut view = DiskView::new(qmp);
+        for disk in &self.disks {
+            if let Err(e) = disk.settle(&mut view) {
+                tracing::warn!(device = disk.device(), error = %e, "a block device below overlays can be written");
+            }
         }
     }
 

@@ -138,7 +138,7 @@ impl OfflineOverlays {
     /// [`OverlayDisksError`]: something is left. The next boot repeats this.
     pub fn finish(self) -> Result<(), OverlayDisksError> {
         if let Some(fenced) = self.directory.state().fence {
-            fence::remove(&self.image, fenced.image_mode)?;
+            fence::remove_from_image(&self.image, fenced.image_mode)?;
         }
         match self.directory.destroy() {
             // Another program's file stays, in a directory without a state.

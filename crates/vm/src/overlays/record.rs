@@ -1,10 +1,13 @@
 //! Which disk of a VM has its overlays where: `overlays.json` in the run directory, written before the first overlay.
 
+use super::device::DeviceIdentity;
+use super::fence::FencedImage;
 use super::libvirt::{self, LibvirtDisk};
 use super::view::{Description, read_domain_disks};
 use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
-use rekindle_kernel::process::Process;
+use rekindle_kernel::process::{self, Process};
+use rekindle_kernel::write_watch::is_same_file;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::flash::is_flash;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
@@ -15,7 +18,7 @@ use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
@@ -48,25 +51,28 @@ pub(super) struct RecordedDisk {
     /// libvirt's name of the disk, such as `vda`, if libvirt puts its overlays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
+    /// Set if the image is a block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_device: Option<DeviceIdentity>,
 }
 
 impl RecordedDisk {
     /// Returns the disk if libvirt puts its overlays.
-    pub fn libvirt_disk(&self) -> Option<LibvirtDisk> {
-        let Self { device, number, image, directory, target, .. } = self.clone();
-        Some(LibvirtDisk { target: target?, device, number, image, directory })
+    pub fn libvirt_disk(&self, vmm: &Vmm) -> Option<LibvirtDisk> {
+        let Self { device, number, image, directory, target, block_device, .. } = self.clone();
+        let fenced = FencedImage::new(&image, block_device.is_some(), vmm.pid);
+        Some(LibvirtDisk { target: target?, device, number, image, fenced, directory })
     }
 }
 
 /// Names a QEMU process: the overlays are for this process only.
 pub(super) fn owner_of(vmm: &Vmm) -> Result<String, OverlayDisksError> {
-    Ok(format!("{} {} {}", boot_id()?, vmm.pid, vmm.started))
+    Ok(format!("{} {} {}", this_boot()?, vmm.pid, vmm.started))
 }
 
-/// Returns the id of this boot of the host.
-fn boot_id() -> Result<String, OverlayDisksError> {
-    let path = Path::new("/proc/sys/kernel/random/boot_id");
-    Ok(fs::read_to_string(path).map_err(OverlayDisksError::io(path))?.trim().to_owned())
+/// Returns the id of this start of the host.
+fn this_boot() -> Result<String, OverlayDisksError> {
+    process::boot_id().map_err(OverlayDisksError::io(Path::new("/proc/sys/kernel/random/boot_id")))
 }
 
 /// Returns the QEMU that the overlays are for, if it still runs on this host.
@@ -78,7 +84,7 @@ pub(super) fn running_owner(owner: &str) -> Result<Option<u32>, OverlayDisksErro
         return Ok(None);
     };
     let process = Process { pid, started };
-    Ok((boot_id()? == boot && process.is_alive()).then_some(pid))
+    Ok((this_boot()? == boot && process.is_alive()).then_some(pid))
 }
 
 fn path(rundir: &RunDir) -> PathBuf {
@@ -135,7 +141,9 @@ impl OverlayRecord {
                 let target = domain_disks.as_ref().map(|disks| fenced_target(vmm, disks, device, &image));
                 let target = target.transpose().map_err(unsuitable)?;
                 let (drive, bytes) = (chain.base.clone(), node.size);
-                disks.push(RecordedDisk { device: device.into(), drive, number, image, directory, bytes, target });
+                let block_device = DeviceIdentity::of(&image)?;
+                let device = device.into();
+                disks.push(RecordedDisk { device, drive, number, image, directory, bytes, target, block_device });
             }
         }
         Ok(Self { disks })
@@ -155,7 +163,12 @@ fn usable_image(
     }
     let image = PathBuf::from(&node.file);
     if !image.is_absolute() {
-        return Err(format!("its image {} is no local file with an absolute path", node.file));
+        return Err(format!(
+            "its image {} is no local file with an absolute path. Nothing keeps other programs from writing to a disk that \
+             QEMU reaches by a network, and nothing shows after a failure whether one has. Give the domain a block device \
+             instead, by a network client of the kernel (such as rbd, iSCSI, NVMe or nbd), or use another --disk policy",
+            node.file
+        ));
     }
     if !has_open(vmm, &image).map_err(|e| format!("{}: {e}", image.display()))? {
         return Err(format!("{} is not the file that QEMU has open under this name", image.display()));
@@ -166,8 +179,21 @@ fn usable_image(
 /// Returns libvirt's name of a disk, or why its image cannot be fenced.
 fn fenced_target(vmm: &Vmm, disks: &[DomainDisk], device: &str, image: &Path) -> Result<String, String> {
     let target = libvirt::target_of(disks, device).ok_or("libvirt has no disk for this device")?;
-    if !fs::metadata(image).is_ok_and(|metadata| metadata.is_file()) {
-        return Err(format!("{} is not a regular file, which is required for a libvirt domain", image.display()));
+    let kind = fs::metadata(image).map(|metadata| metadata.file_type());
+    if kind.as_ref().is_ok_and(FileTypeExt::is_block_device) {
+        match fence::has_own_node(image, vmm.pid) {
+            Ok(true) => {}
+            Ok(false) => {
+                return Err(format!(
+                    "its QEMU shares the node of the block device {} with the host, so no permission of the node keeps it from \
+                     merging; leave `namespaces` in qemu.conf at its default",
+                    image.display()
+                ));
+            }
+            Err(e) => return Err(format!("cannot read the node of {} in its QEMU: {e}", image.display())),
+        }
+    } else if !kind.is_ok_and(|kind| kind.is_file()) {
+        return Err(format!("{} is no regular file and no block device", image.display()));
     }
     if disks.iter().any(|disk| disk.target == target && disk.files.first().map(Path::new) != Some(image)) {
         return Err(format!("libvirt has another file than {} for it", image.display()));
@@ -181,12 +207,13 @@ fn fenced_target(vmm: &Vmm, disks: &[DomainDisk], device: &str, image: &Path) ->
     }
 }
 
-/// Returns whether a QEMU has the file at this path open: it may see another file there, in its own mount namespace.
+/// Returns whether a QEMU has the file or the block device at this path open: it may see another one there, in its own mount
+/// namespace.
 pub(super) fn has_open(vmm: &Vmm, path: &Path) -> io::Result<bool> {
     let file = fs::metadata(path)?;
     for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
         // A descriptor may be closed meanwhile.
-        let is_same = |open: fs::Metadata| (open.dev(), open.ino()) == (file.dev(), file.ino());
+        let is_same = |open: fs::Metadata| is_same_file(&file, &open);
         if fs::metadata(entry?.path()).is_ok_and(is_same) {
             return Ok(true);
         }

@@ -14,13 +14,14 @@
 
 use super::head::copy_data;
 use super::record::{OverlayRecord, RecordedDisk, owner_of, running_owner};
-use super::{OverlayDisksError, OverlayEpoch, fence, overlay_name};
+use super::{OverlayDisksError, OverlayEpoch, device, fence, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
+use rekindle_disk::overlay::directory::OverlayDirectory;
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
+use rekindle_kernel::block_device;
 use rekindle_kernel::file::is_locked;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::graph::BlockGraph;
@@ -118,12 +119,12 @@ impl RestoredOverlays {
     ///
     /// # Errors
     /// [`OverlayDisksError::Changed`] if a disk is not on exactly the overlays of the checkpoint and the fresh one.
-    pub fn locate(&mut self, qmp: &mut Qmp) -> Result<(), OverlayDisksError> {
+    pub fn locate(&mut self, qmp: &mut Qmp, vmm: &Vmm) -> Result<(), OverlayDisksError> {
         if self.disks.is_empty() {
             return Ok(());
         }
         let graph = BlockGraph::read(qmp)?;
-        self.disks.iter_mut().try_for_each(|disk| disk.locate(&graph))
+        self.disks.iter_mut().try_for_each(|disk| disk.locate(&graph, vmm))
     }
 
     /// Records that the guest runs on its fresh overlays, in `vmm`. All epochs after the checkpoint are dead from here
@@ -155,7 +156,7 @@ impl RestoredOverlays {
                 }
                 // The QEMU of Rekindle's own merges into the image.
                 if disk.target.is_none() {
-                    fence::remove(&disk.at.image, image_mode)?;
+                    fence::remove_from_image(&disk.at.image, image_mode)?;
                 }
             }
         }
@@ -230,8 +231,14 @@ fn check_fence(
     below: &[u64],
     source: SourceQemu,
 ) -> Result<(), OverlayDisksError> {
-    let needed = below.iter().map(|epoch| directory.path_of(*epoch)).chain([at.image.clone()]);
-    for file in needed {
+    if fence::is_image_open(&at.image)? {
+        let file = at.image.clone();
+        return Err(match at.block_device {
+            Some(_) => OverlayDisksError::DeviceFenceOpen { device: file },
+            None => OverlayDisksError::FenceOpen { file },
+        });
+    }
+    for file in below.iter().map(|epoch| directory.path_of(*epoch)) {
         if fence::is_open(&file)? {
             return Err(OverlayDisksError::FenceOpen { file });
         }
@@ -244,19 +251,6 @@ fn check_fence(
         }
     }
     Ok(())
-}
-
-/// Keeps libvirt from starting a domain on the overlay at `path`, because another host has the guest. Does nothing if the path
-/// is no overlay, or if a QEMU writes to the file.
-///
-/// # Errors
-/// If the file's permissions cannot be changed.
-pub fn fence_discarded(path: &Path) -> Result<(), OverlayDisksError> {
-    let is_overlay = path.file_name().is_some_and(|name| epoch_of_file(&name.to_string_lossy()).is_some());
-    if !is_overlay || !path.exists() || is_locked_by_qemu(path, QEMU_WRITER_BYTE)? {
-        return Ok(());
-    }
-    fence::close(path)
 }
 
 fn is_locked_by_qemu(path: &Path, byte: u64) -> Result<bool, OverlayDisksError> {
@@ -329,7 +323,17 @@ impl RestoredDisk {
         {
             return Err(OverlayDisksError::InUse { pid, directory: path() });
         }
+        if state.is_changed_by_others(at.id.epoch) {
+            return Err(OverlayDisksError::ChangedByOthers { image: at.image.clone() });
+        }
+        if directory.is_exposed()? {
+            return Err(OverlayDisksError::Exposed { image: at.image.clone(), exposed: directory.exposed_path() });
+        }
         let below = directory.overlays_of(at.id.epoch)?;
+        device::check_same(&at.image, at.block_device.as_ref())?;
+        if at.block_device.is_some() && block_device::is_in_use(&at.image).map_err(OverlayDisksError::io(&at.image))? {
+            return Err(OverlayDisksError::DeviceInUse { device: at.image.clone() });
+        }
         if state.fence.is_some_and(|fence| fence.is_in_force) {
             check_fence(at, &directory, &below, source)?;
         }
@@ -375,8 +379,8 @@ impl RestoredDisk {
         Ok(self.directory.make_durable(self.fresh)?)
     }
 
-    fn locate(&mut self, graph: &BlockGraph) -> Result<(), OverlayDisksError> {
-        let Some(disk) = self.recorded().libvirt_disk() else { return Ok(()) };
+    fn locate(&mut self, graph: &BlockGraph, vmm: &Vmm) -> Result<(), OverlayDisksError> {
+        let Some(disk) = self.recorded().libvirt_disk(vmm) else { return Ok(()) };
         let chain = disk.chain(graph)?;
         let expected = self.for_qemu().files.into_iter().map(|file| file.name);
         if !chain.overlays.iter().copied().eq(expected) {
@@ -389,9 +393,9 @@ impl RestoredDisk {
     }
 
     fn recorded(&self) -> RecordedDisk {
-        let OverlayEpoch { device, drive, number, image, bytes, .. } = self.at.clone();
+        let OverlayEpoch { device, drive, number, image, bytes, block_device, .. } = self.at.clone();
         let directory = self.directory.path().to_owned();
-        RecordedDisk { device, drive, number, image, directory, bytes, target: self.target.clone() }
+        RecordedDisk { device, drive, number, image, directory, bytes, target: self.target.clone(), block_device }
     }
 }
 

@@ -50,8 +50,10 @@ impl Libvirt {
                 let mut files = BTreeMap::new();
                 for disk in disks::of_domain(&running).map_err(unusable)? {
                     let has_other_file = |other: &&DomainDisk| other.target == disk.target && other.files != disk.files;
-                    if let (Some(_), Some(file)) = (defined.iter().find(has_other_file), disk.files.first()) {
-                        files.insert(disk.target, DiskFile::qcow2(file.into()));
+                    // Each disk that the restore has put on another file is on an overlay, not on a block device.
+                    let file = disk.files.first().map(PathBuf::from).filter(|file| file.is_file());
+                    if let (Some(_), Some(file)) = (defined.iter().find(has_other_file), file) {
+                        files.insert(disk.target, DiskFile::qcow2(file));
                     }
                 }
                 portable_xml::with_disks_on(&definition, &files).map_err(unusable)?

@@ -314,7 +314,7 @@ impl Restore<'_> {
                 ram.verify(GuestRam::of(&mut qmp, vmm.process())?)?;
                 ram.record_fill(self.rundir, vmm, &request.store, request.identity.as_ref())?;
             }
-            overlays.locate(&mut qmp)?;
+            overlays.locate(&mut qmp, vmm)?;
             if let Some(move_claim) = &request.move_claim {
                 // From here on the overlay of the source QEMU is discarded: the guest cannot continue there.
                 move_claim.may_run.store(true, Ordering::SeqCst);

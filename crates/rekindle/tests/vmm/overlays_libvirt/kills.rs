@@ -9,7 +9,7 @@ use rekindle_vm::fault::{FENCE_POINTS, OVERLAY_POINTS};
 use std::thread;
 
 /// Returns the fault points of these steps.
-fn points(steps: &[&str]) -> Vec<&'static str> {
+pub(super) fn points(steps: &[&str]) -> Vec<&'static str> {
     let all = OVERLAY_POINTS.iter().chain(FENCE_POINTS).copied();
     let points: Vec<_> = all.filter(|point| steps.contains(&point.split('.').nth(1).unwrap())).collect();
     assert!(points.len() > steps.len());

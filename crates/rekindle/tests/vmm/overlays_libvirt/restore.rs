@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Returns `rekindle restore --into-libvirt` of VM `dom`.
-fn restoring_into_libvirt(lab: &Lab, store: &Path) -> Command {
+pub(super) fn restoring_into_libvirt(lab: &Lab, store: &Path) -> Command {
     let mut command = lab.command(["--json", "restore", "dom", "--into-libvirt", "--preview", "--connect", URI]);
     command.arg("--store").arg(store);
     command

@@ -2,8 +2,8 @@
 
 use super::OverlayDisk;
 use crate::fault;
-use crate::overlays::OverlayDisksError;
 use crate::overlays::view::DiskView;
+use crate::overlays::{OverlayDisksError, fence};
 use rekindle_disk::overlay::OverlayError;
 use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::names::OverlayName;
@@ -39,6 +39,20 @@ impl OverlayDisk {
         self.pass("overlay.end.copied");
         self.ending = Some(chain);
         Ok(())
+    }
+
+    /// Fences a block device of a libvirt domain, because no checkpoint follows. A merge, in which it can be written, ends before
+    /// that.
+    pub fn settle(&self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        let Some(disk) = self.libvirt.as_ref().filter(|disk| disk.fenced.is_device()) else { return Ok(()) };
+        if !self.vmm.is_alive() {
+            // A checkpoint needs the device as it is.
+            return if self.directory.state().sealed > 0 { fence::close_device(&disk.image) } else { Ok(()) };
+        }
+        if let Some(up_to) = self.found(view)?.merging {
+            self.finish_or_cancel_merge(view, up_to)?;
+        }
+        self.fence(&self.chain_now(view)?)
     }
 
     /// Puts the device on its image, after [`OverlayDisk::prepare_end`].

@@ -21,8 +21,8 @@ impl OverlayDisk {
         let (top, below) = found.chain.split_last()?;
         let state = self.directory.state();
         let ended = below.last().copied().unwrap_or(state.merged);
-        // After a restore, the epochs before the one that the guest writes to are dead.
-        if ended + 1 != *top || state.is_dead(ended) || found.merging.is_some() {
+        // After a restore, the epochs before the one that the guest writes to are dead. Below the floor, an epoch has no disk.
+        if ended < state.floor || ended + 1 != *top || state.is_dead(ended) || found.merging.is_some() {
             return None;
         }
         // QEMU puts another one quickly, libvirt does not.
@@ -144,7 +144,7 @@ impl OverlayDisk {
         let newest = self.chain_now(view)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
         let is_open = has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))?;
         if newest == Some(epoch + 1) && is_open && view.graph()?.libvirt_merge_of(&disk.target).is_none() {
-            return Ok(());
+            return disk.fence_image();
         }
         let (expected, actual) = (path.to_string_lossy().into_owned(), "another file".into());
         Err(OverlayDisksError::Changed { device: self.device().into(), expected, actual })
@@ -154,7 +154,7 @@ impl OverlayDisk {
     pub fn note_mark(&mut self) -> Option<OverlayEpoch> {
         let Prepared { format, cache, detect_zeroes, bytes, epoch, head, .. } = self.prepared.take()?;
         self.created.take_if(|created| *created == epoch);
-        let RecordedDisk { device, drive, number, image, directory, target, .. } = self.recorded.clone();
+        let RecordedDisk { device, drive, number, image, directory, target, block_device, .. } = self.recorded.clone();
         let id = EpochId { disk: self.directory.state().disk, epoch: epoch - 1 };
         Some(OverlayEpoch {
             device,
@@ -167,6 +167,7 @@ impl OverlayDisk {
             cache,
             detect_zeroes,
             target,
+            block_device,
             has_head: head.is_some(),
             head_number: head.map_or(0, |head| head.name.number),
             id,

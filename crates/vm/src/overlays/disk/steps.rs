@@ -2,12 +2,13 @@
 //! merged.
 
 use super::{DueMerge, MAX_STEPS, OverlayDisk, give_to_user_of, other_qemu};
-use crate::overlays::libvirt::{self, LATE_MERGE_TIMEOUT};
+use crate::overlays::libvirt::{self, LATE_MERGE_TIMEOUT, MergeStart};
 use crate::overlays::record::has_open;
 use crate::overlays::restore::{qemu_img_of, write_header};
 use crate::overlays::view::DiskView;
 use crate::overlays::{OverlayDisksError, overlay_name};
 use rekindle_disk::overlay::plan::{FoundOverlays, OverlayStep};
+use rekindle_qemu::block::graph::OverlayChain;
 use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::{BlockError, jobs, overlay};
 use std::time::Duration;
@@ -56,15 +57,75 @@ impl OverlayDisk {
         self.start_merge(view, &merge, speed)
     }
 
-    fn start_merge(&self, view: &mut DiskView<'_>, merge: &DueMerge, speed: u64) -> Result<(), OverlayDisksError> {
+    fn start_merge(&mut self, view: &mut DiskView<'_>, merge: &DueMerge, speed: u64) -> Result<(), OverlayDisksError> {
         let newest = overlay_name(self.number(), merge.up_to);
-        if let Some(disk) = &self.libvirt {
-            disk.start_merge(view, &merge.chain, newest, speed, || self.pass("overlay.merge.unfenced"))?;
+        if let Some(disk) = self.libvirt.clone() {
+            self.resolve_exposure(view)?;
+            self.directory.note_exposed()?;
+            // Until it is certain that no other program has merged, the next step resolves it.
+            match disk.start_merge(view, &merge.chain, newest, speed, |point| self.pass(point))? {
+                MergeStart::Alone(started) => {
+                    self.directory.note_not_exposed()?;
+                    started?;
+                }
+                MergeStart::NotAlone => {
+                    self.note_changed_by_others(&merge.chain)?;
+                    let (device, image) = (self.device().into(), self.recorded.image.clone());
+                    return Err(OverlayDisksError::Interference { device, image });
+                }
+            }
         } else {
             overlay::start_merge(view.monitor_to_change(), &merge.chain, newest, speed)?;
         }
         self.pass("overlay.merge.started");
         Ok(())
+    }
+
+    /// Records that another program may have merged the overlays of this chain.
+    fn note_changed_by_others(&mut self, chain: &OverlayChain) -> Result<(), OverlayDisksError> {
+        let newest = chain.overlays.last().map(|top| top.epoch);
+        let newest = newest.or(self.directory.epochs()?.last().copied()).unwrap_or_default();
+        Ok(self.directory.record(|state| state.note_changed_by_others(newest))?)
+    }
+
+    /// If files that checkpoints need had no fence, so that another program may have changed them, puts the fence in force again,
+    /// and records that these checkpoints have lost their disk.
+    pub(super) fn resolve_exposure(&mut self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        let Some(disk) = &self.libvirt else { return Ok(()) };
+        let graph = view.graph()?;
+        let chain = disk.chain(&graph)?;
+        let newest = chain.overlays.last().map(|top| top.epoch);
+        // At the end of the overlays no checkpoint has its disk, and there is no fence.
+        let is_open = newest > Some(self.directory.state().floor) && disk.is_exposed(&chain)?;
+        if !is_open && !self.directory.is_exposed()? {
+            return Ok(());
+        }
+        // QEMU may need write permission at its end.
+        if let Some(job) = graph.libvirt_merge_of(&disk.target) {
+            return Err(OverlayDisksError::ForeignJob { id: job.id.clone() });
+        }
+        self.directory.note_exposed()?;
+        self.fence(&chain)?;
+        self.note_changed_by_others(&chain)?;
+        let (device, image) = (self.device().into(), self.recorded.image.clone());
+        tracing::warn!("{}", OverlayDisksError::Interference { device, image });
+        Ok(self.directory.note_not_exposed()?)
+    }
+
+    /// Rejects an image below overlays that QEMU has left writable, as it does when a merge of the newest overlay by another
+    /// program is ended without a pivot: a merge of ours would then end without a flush.
+    pub(super) fn check_base_read_only(&self, view: &mut DiskView<'_>) -> Result<(), OverlayDisksError> {
+        let (Some(disk), graph) = (&self.libvirt, view.graph()?) else { return Ok(()) };
+        let chain = self.checked_chain(&graph)?;
+        let is_merging = graph.libvirt_merge_of(&disk.target).is_some();
+        // One that has ended without a flush has an error of its own.
+        let is_recorded =
+            chain.overlays.first().is_some_and(|lowest| lowest.epoch - 1 <= self.directory.state().merged);
+        if is_merging || !is_recorded || graph.node(&chain.base)?.read_only {
+            return Ok(());
+        }
+        let (device, image) = (self.device().into(), self.recorded.image.clone());
+        Err(OverlayDisksError::LeftWritable { device, image })
     }
 
     /// Returns the rate at which a merge ends before the next checkpoint.
@@ -86,6 +147,10 @@ impl OverlayDisk {
                 // A merge makes the image read-only again, unless a flush of it has failed.
                 let chain = self.chain_now(view)?;
                 if !view.graph()?.node(&chain.base)?.read_only {
+                    if self.libvirt.is_some() {
+                        // QEMU leaves it so after a merge of another program that was ended without a pivot.
+                        self.note_changed_by_others(&chain)?;
+                    }
                     return Err(BlockError::BaseNotFlushed { base: chain.base }.into());
                 }
                 self.sync_image()?;
@@ -111,6 +176,7 @@ impl OverlayDisk {
             }
             OverlayStep::Create { epoch } => self.create(view, epoch),
             // `adopt` has resolved what an earlier process has left, so another program has changed the disk.
+            OverlayStep::Resolve if self.libvirt.is_some() => Err(self.merged_by_others(&self.recorded.image)),
             OverlayStep::Resolve => Err(other_qemu(&self.recorded)),
             OverlayStep::Done => Ok(()),
         }
