@@ -124,7 +124,7 @@ pub enum MoveError {
     #[error(
         "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: \
          rekindle recover {name}. If it does not run there, or that host is certainly off, its last checkpoint is \
-         complete: rekindle restore {name} --store {store}"
+         complete: rekindle restore {name} --store {store} (with --into-libvirt --preview if it is a domain of libvirt)"
     )]
     Taken {
         name: String,
