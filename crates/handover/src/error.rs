@@ -1,5 +1,6 @@
 //! Why a hand-over failed.
 
+use crate::copy_error::CopyError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
@@ -86,6 +87,9 @@ pub enum HandoverError {
     Network(#[from] NetworkError),
     #[error(transparent)]
     Ram(#[from] RamError),
+    /// The destination's memory cannot be registered, for RAM that is moved in place.
+    #[error(transparent)]
+    Move(Box<CopyError>),
 }
 
 impl HandoverError {

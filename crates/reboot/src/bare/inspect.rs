@@ -45,7 +45,8 @@ pub(super) fn inspect(host: &Host, name: &str, options: &BareOptions) -> Result<
     let process = adopted.process();
     let mut pid_file = None;
     let label = format!("{}-{}-{DESTINATION_GENERATION}", process.pid, process.started);
-    let subject = Subject { name, adopted, qmp, binary, label, socket_directory: None };
+    let prefers_in_place = options.in_place;
+    let subject = Subject { name, adopted, qmp, binary, label, socket_directory: None, prefers_in_place };
     let of_manager = |line: &CommandLine, _: &RunningFacts| {
         pid_file = line.pid_file.as_ref().map(PathBuf::from);
         let mut problems = password_problems(line);

@@ -61,6 +61,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         binary,
         label: format!("{}-{DESTINATION_GENERATION}", record.uuid),
         socket_directory: record.monitor.parent().map(Path::to_owned),
+        prefers_in_place: options.in_place,
     };
     let of_manager = |line: &CommandLine, facts: &RunningFacts| {
         let mut problems = graphics::password_problems(name, line, &status)?;

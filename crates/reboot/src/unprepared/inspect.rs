@@ -5,6 +5,7 @@ use super::recheck::Baseline;
 use super::tpm::{self, TpmEmulator};
 use super::{UnpreparedError, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
+use rekindle_handover::ram_transfer::RamTransfer;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::binary::Binary;
@@ -37,8 +38,10 @@ pub(crate) struct Inspected {
     /// The emulator of the guest's TPM, if it has one.
     pub tpm: Option<TpmEmulator>,
     pub binary: Binary,
-    /// Memory that the copy of the RAM needs.
-    pub copy_bytes: u64,
+    /// How its private RAM gets to the destination.
+    pub transfer: RamTransfer,
+    /// Memory that the transfer needs.
+    pub transfer_bytes: u64,
 }
 
 /// A QEMU to inspect, and its successor.
@@ -51,6 +54,8 @@ pub(crate) struct Subject<'a> {
     pub label: String,
     /// As in [`Destination`].
     pub socket_directory: Option<PathBuf>,
+    /// Whether its RAM is to be moved in place, even if there is room for a copy.
+    pub prefers_in_place: bool,
 }
 
 /// Inspects the guest. `problems`: what is known already. `of_manager` returns the problems that the guest's manager has
@@ -64,7 +69,7 @@ pub(crate) fn inspect(
     mut problems: Vec<String>,
     of_manager: impl FnOnce(&CommandLine, &RunningFacts) -> Result<Vec<String>, RebootError>,
 ) -> Result<Inspected, RebootError> {
-    let Subject { name, adopted, mut qmp, binary, label, socket_directory } = subject;
+    let Subject { name, adopted, mut qmp, binary, label, socket_directory, prefers_in_place } = subject;
     let environment = ProcessEnvironment::of(adopted.process()).map_err(UnpreparedError::from)?;
     // Before the facts: what changes between the two is found when the guest is checked again.
     let inventory = Inventory::read(&mut qmp)?;
@@ -78,7 +83,7 @@ pub(crate) fn inspect(
     problems.extend(obstacles::lease(&open));
     let facts = read_facts(&adopted, &mut qmp)?;
     let destination = Destination { label, syntax: binary.syntax, socket_directory };
-    let (mut copy_bytes, mut emulator) = (0, None);
+    let (mut transfer, mut transfer_bytes, mut emulator) = (RamTransfer::Copied, 0, None);
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported_taps(&line));
@@ -88,8 +93,8 @@ pub(crate) fn inspect(
                 Err(problem) => problems.push(problem),
             }
             problems.extend(of_manager(&line, &facts)?);
-            let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
-            copy_bytes = room.needed_bytes;
+            let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line), prefers_in_place)?;
+            (transfer, transfer_bytes) = (room.transfer, room.needed_bytes);
             problems.extend(room.problems);
             Some(line)
         }
@@ -108,7 +113,8 @@ pub(crate) fn inspect(
     let taps = line.tap_slots(&mut spare);
     let baseline =
         Baseline { name: name.to_owned(), adopted, inventory, open, destination, line, plugged: facts.plugged };
-    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, tpm: emulator, binary, copy_bytes })
+    let tpm = emulator;
+    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, tpm, binary, transfer, transfer_bytes })
 }
 
 fn text_of(obstacle: Obstacle) -> String {

@@ -109,6 +109,10 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while the guest is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+    /// For guests that Rekindle did not start: move their RAM to the new QEMU page by page, after the guest has resumed
+    /// there, instead of copying it before [default: only if there is no memory for a copy].
+    #[arg(long, conflicts_with_all = ["rollback", "verify_memory"])]
+    pub in_place: bool,
     /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,

@@ -6,6 +6,7 @@ mod changes;
 mod daemon;
 mod disk_page;
 mod faults;
+mod in_place;
 mod interference;
 mod page;
 mod plugged;
