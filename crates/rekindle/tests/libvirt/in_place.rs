@@ -1,6 +1,6 @@
 //! Domains whose RAM is moved in place instead of copied.
 
-use crate::{assert_continues, boot, memory_files, qemus_of, rekindle, text};
+use crate::{assert_continues, boot, memory_files, qemus_of, rekindle, text, wait_shut_off};
 use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
 use rekindle_vm::fault::MOVE_POINTS;
 use serde_json::Value;
@@ -67,8 +67,6 @@ fn a_domain_whose_source_dies_during_the_move_is_shut_off() {
     assert!(text(&failed).contains("memory is lost"), "{}", text(&failed));
     let recovered = rekindle(&["recover", &domain.name]).output().unwrap();
     assert!(text(&recovered).contains("libvirt shows the domain as shut off"), "{}", text(&recovered));
-    rekindle_testing::wait_for("libvirt to see the end", rekindle_testing::DEADLINE, || {
-        (domain.state() == "shut off").then_some(())
-    });
+    wait_shut_off(&libvirt, &domain);
     assert!(qemus_of(&domain.name).is_empty());
 }
