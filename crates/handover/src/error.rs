@@ -20,8 +20,9 @@ pub enum HandoverError {
     )]
     Lost { name: String },
     #[error(
-        "the destination QEMU of {name} died after it had run the guest, so the guest's memory is lost; to boot the \
-         guest from its disks: rekindle recover {name}; end of the QEMU's log:\n{log}"
+        "the new QEMU of {name} died after it had run the guest, so the guest's memory is lost. Continue with: rekindle \
+         recover {name}. It boots a VM of Rekindle from its disks; a guest of another program is then started as usual. \
+         End of the QEMU's log:\n{log}"
     )]
     DiedRunning { name: String, log: String },
     #[error(

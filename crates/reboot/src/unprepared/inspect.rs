@@ -6,6 +6,7 @@ use super::tpm::{self, TpmEmulator};
 use super::{UnpreparedError, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
 use rekindle_handover::ram_transfer::RamTransfer;
+use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::binary::Binary;
@@ -22,6 +23,7 @@ use rekindle_vm::journal::{ForwardedPort, Journal, PassedListener};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::collections::BTreeSet;
+use std::io;
 use std::ops::RangeFrom;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -149,6 +151,32 @@ pub(crate) fn check_run_directory(host: &Host, name: &str) -> Result<(), RebootE
             Err(preflight_error(name, vec![problem]))
         }
     }
+}
+
+/// Rejects a QEMU that is attached, whatever its name is there: its protector would lose it.
+pub(crate) fn check_not_attached(host: &Host, name: &str, qemu: Process) -> Result<(), RebootError> {
+    let Some(vm) = attached_as(host, qemu)? else { return Ok(()) };
+    let problem = format!("Rekindle has attached it as {vm}: end its protector, then: rekindle detach {vm}");
+    Err(preflight_error(name, vec![problem]))
+}
+
+/// Returns the name under which a QEMU is attached.
+pub(crate) fn attached_as(host: &Host, qemu: Process) -> Result<Option<String>, RebootError> {
+    let vms = match RunDir::list(&host.root) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        vms => vms.map_err(RebootError::file(&host.root))?,
+    };
+    for vm in vms {
+        let rundir = RunDir::new(&host.root, &vm);
+        let state = State::read(&rundir).map_err(RebootError::file(rundir.path()))?;
+        let is_this =
+            |state: &State| state.attached.is_some() && state.vmm.as_ref().is_some_and(|vmm| vmm.process() == qemu);
+        // The state of an interrupted replacement is that of an attached VM.
+        if state.as_ref().is_some_and(is_this) && !rundir.file("operation.json").exists() {
+            return Ok(Some(vm));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns whether the host's kernel serves network cards of the destination (vhost-net).

@@ -82,10 +82,10 @@ pub enum RebootMethod {
 
 #[derive(Debug, Args)]
 pub struct RebootVmm {
-    /// The VMs.
+    /// The VMs, or domains of libvirt.
     #[arg(required_unless_present_any = ["all", "all_libvirt"])]
     pub names: Vec<Name>,
-    /// All VMs that run.
+    /// All VMs that Rekindle has started and that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
     /// All domains that libvirt runs (qemu:///system), except paused and attached ones.
@@ -100,7 +100,7 @@ pub struct RebootVmm {
     /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
     pub how: RebootMethod,
-    /// The new QEMU [default: the binary that runs now].
+    /// The new QEMU [default: the file from which the guest's QEMU was started, as it is now; for a domain, its <emulator>].
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
     /// Return to the QEMU before the last upgrade.

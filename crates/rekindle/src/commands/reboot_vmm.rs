@@ -201,8 +201,9 @@ fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String 
 fn running_vms(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
     names.retain(|name| {
-        let status = status::status(&RunDir::new(&host.root, name));
-        matches!(status, Ok(Status::Running | Status::Degraded(_)))
+        let rundir = RunDir::new(&host.root, name);
+        let is_attached = matches!(State::read(&rundir), Ok(Some(state)) if state.attached.is_some());
+        !is_attached && matches!(status::status(&rundir), Ok(Status::Running | Status::Degraded(_)))
     });
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());
