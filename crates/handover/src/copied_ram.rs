@@ -7,83 +7,30 @@
 //! handed over once is not copied again.
 
 use crate::HandoverError;
+use crate::copy_error::CopyError;
 use crate::evidence;
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
+use crate::ram_transfer::RamTransfer;
+use crate::source_ram::{SourceRam, SuppliedBlock, path_of};
 use rekindle_kernel::file::punch_hole;
-use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
-use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
-use rekindle_memory::room::available_to;
-use rekindle_memory::tracker::{Asynchronous, Dirty, TrackError, Tracker, UndrainedDirty};
+use rekindle_memory::ram::GuestRam;
+use rekindle_memory::tracker::{Asynchronous, Dirty, Tracker, UndrainedDirty};
 use rekindle_pages::{PAGE_SIZE, PageRuns, ZERO_PAGE};
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::transfer::Feed;
 use rekindle_qemu::userfaultfd;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::Operation;
-use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Bytes that are copied at a time. The buffer fits into a processor's cache.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Memory that a copy leaves to the host, in bytes.
-const RESERVE_BYTES: u64 = 64 << 20;
-
-/// Why a source's RAM cannot be given to a destination.
-#[derive(Debug, thiserror::Error)]
-pub enum CopyError {
-    #[error("the source QEMU has no RAM block {id}")]
-    NoBlock { id: String },
-    #[error("RAM block {id} is private memory in huge pages, which cannot be copied")]
-    HugePages { id: String },
-    #[error("RAM block {id} is a device or begins inside its file, so another QEMU cannot map it as a whole")]
-    NoWholeFile { id: String },
-    #[error(
-        "copying the guest's RAM needs {} MiB, but the host and the control groups of process {pid} have only {} MiB \
-         left; free some memory, or raise the limit",
-        needed >> 20, available >> 20
-    )]
-    NoRoom {
-        /// The process whose control groups pay for the copy.
-        pid: u32,
-        needed: u64,
-        available: u64,
-    },
-    #[error("cannot determine how much memory is available")]
-    UnknownRoom(#[source] io::Error),
-    #[error("cannot make or write the copy of RAM block {id}")]
-    Copy {
-        id: String,
-        #[source]
-        source: io::Error,
-    },
-    #[error("the RAM has not been copied while the guest ran")]
-    NotCopied,
-    #[error(transparent)]
-    Ram(#[from] GuestRamError),
-    #[error(transparent)]
-    Track(#[from] TrackError),
-    #[error(transparent)]
-    Inject(#[from] InjectError),
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
-}
-
-/// A RAM block as a file that a destination maps from its first byte on.
-#[derive(Debug)]
-pub struct SuppliedBlock {
-    /// QEMU's name of the block.
-    pub id: String,
-    /// Open for reading and writing.
-    pub file: File,
-    pub bytes: u64,
-}
 
 /// When to end copying while the guest runs.
 #[derive(Debug, Clone, Copy)]
@@ -114,14 +61,7 @@ pub struct CopyProgress {
 /// the guest's next writes: call [`CopiedRam::detach`] before the guest resumes in the source.
 #[derive(Debug)]
 pub struct CopiedRam {
-    /// The source's private blocks.
-    source: Arc<GuestRam>,
-    /// The copies of the source's private blocks, in the order of `source`.
-    copies: Vec<SuppliedBlock>,
-    /// Blocks of shared memory: the source's own files.
-    shared: Vec<SuppliedBlock>,
-    /// Memory that the copies need, with a reserve; 0 without copies.
-    needed_bytes: u64,
+    ram: SourceRam,
     /// `Some` if the copies were complete at the last collection.
     tracker: Option<Asynchronous>,
 }
@@ -133,40 +73,26 @@ impl CopiedRam {
     /// # Errors
     /// [`CopyError`]: a block cannot be supplied, or there is no room for the copy. The source is unchanged.
     pub fn plan(source: &GuestRam, ids: &[String], payer: Process) -> Result<Self, CopyError> {
-        let (mut copies, mut shared, mut private_blocks) = (Vec::new(), Vec::new(), Vec::new());
-        let mut populated_bytes = RESERVE_BYTES;
-        for id in ids {
-            let no_block = || CopyError::NoBlock { id: id.clone() };
-            let block = source.block_id(id).and_then(|id| source.block(id)).ok_or_else(no_block)?;
-            if block.shared {
-                shared.push(shared_file(block)?);
-            } else {
-                populated_bytes += source.populated(block)?.bytes();
-                copies.push(empty_copy(block)?);
-                private_blocks.push(block.info.clone());
-            }
-        }
-        let needed_bytes = if copies.is_empty() { 0 } else { populated_bytes };
-        check_room(payer, needed_bytes)?;
-        let source = Arc::new(GuestRam::from_blocks(source.process(), private_blocks)?);
-        Ok(Self { source, copies, shared, needed_bytes, tracker: None })
+        let ram = SourceRam::of(source, ids)?;
+        ram.check_room(payer, RamTransfer::Copied)?;
+        Ok(Self::new(ram))
+    }
+
+    /// Copies `ram`, for which there is room.
+    #[must_use]
+    pub fn new(ram: SourceRam) -> Self {
+        Self { ram, tracker: None }
     }
 
     /// Returns the blocks with their files, which the destination maps.
     pub fn blocks(&self) -> impl Iterator<Item = &SuppliedBlock> {
-        self.copies.iter().chain(&self.shared)
-    }
-
-    /// Returns how much memory the copies need, in bytes, with a reserve for the host.
-    #[must_use]
-    pub fn needed_bytes(&self) -> u64 {
-        self.needed_bytes
+        self.ram.blocks()
     }
 
     /// Returns whether there is private memory, which must be copied.
     #[must_use]
     pub fn needs_copy(&self) -> bool {
-        !self.copies.is_empty()
+        self.ram.has_private()
     }
 
     /// Copies the private blocks while the guest runs: all of their pages at the first call, then what the guest has
@@ -233,9 +159,9 @@ impl CopiedRam {
     }
 
     fn attach(&self, qmp: &mut Qmp) -> Result<(Asynchronous, UndrainedDirty), CopyError> {
-        let injector = Injector::new(self.source.process())?;
-        let device = userfaultfd::hand(qmp, self.source.process())?;
-        let attached = Asynchronous::attach_running(injector, Arc::clone(&self.source), device);
+        let injector = Injector::new(self.ram.private.process())?;
+        let device = userfaultfd::hand(qmp, self.ram.private.process())?;
+        let attached = Asynchronous::attach_running(injector, Arc::clone(&self.ram.private), device);
         userfaultfd::take_back(qmp)?;
         Ok(attached?)
     }
@@ -268,14 +194,14 @@ impl CopiedRam {
     fn copy(&self, dirty: &Dirty) -> Result<(), CopyError> {
         let mut buffer = vec![0; PIECE_BYTES as usize];
         let pages = dirty.written.iter().zip(&dirty.zero);
-        for ((block, copy), (written, zero)) in self.source.blocks().iter().zip(&self.copies).zip(pages) {
+        for ((block, copy), (written, zero)) in self.ram.private.blocks().iter().zip(&self.ram.files).zip(pages) {
             let failed = |source| CopyError::Copy { id: copy.id.clone(), source };
             for run in zero {
                 punch_hole(&copy.file, run.start, run.end - run.start).map_err(failed)?;
             }
             for piece in written.split(PIECE_BYTES) {
                 let content = buffer.get_mut(..piece.bytes() as usize).unwrap_or_default();
-                self.source.read(block, &piece, content)?;
+                self.ram.private.read(block, &piece, content)?;
                 write(&copy.file, &piece, content).map_err(failed)?;
             }
         }
@@ -302,44 +228,6 @@ impl RamSource for CopiedRam {
     }
 }
 
-fn path_of(file: &File) -> PathBuf {
-    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
-}
-
-/// Opens the file of a block of shared memory.
-fn shared_file(block: &Block) -> Result<SuppliedBlock, CopyError> {
-    let id = block.info.id.clone();
-    let Some((file, 0)) = block.file() else { return Err(CopyError::NoWholeFile { id }) };
-    match File::options().read(true).write(true).open(path_of(file)) {
-        Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(CopyError::Copy { id, source }),
-    }
-}
-
-/// Makes an empty file for the copy of a block.
-fn empty_copy(block: &Block) -> Result<SuppliedBlock, CopyError> {
-    let id = block.info.id.clone();
-    if block.info.page_size != PAGE_SIZE as u64 {
-        return Err(CopyError::HugePages { id });
-    }
-    let made = memfd_create("rekindle-ram", MemfdFlags::CLOEXEC).map_err(io::Error::from).map(File::from);
-    match made.and_then(|file| file.set_len(block.info.total).map(|()| file)) {
-        Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(CopyError::Copy { id, source }),
-    }
-}
-
-fn check_room(payer: Process, needed: u64) -> Result<(), CopyError> {
-    if needed == 0 {
-        return Ok(());
-    }
-    let available = available_to(payer).map_err(CopyError::UnknownRoom)?;
-    if available < needed {
-        return Err(CopyError::NoRoom { pid: payer.pid, needed, available });
-    }
-    Ok(())
-}
-
 /// Writes the content of runs of pages. Pages of zeros become holes, which need no memory.
 fn write(copy: &File, runs: &PageRuns, content: &[u8]) -> io::Result<()> {
     let mut pages = content.as_chunks::<PAGE_SIZE>().0;
@@ -362,6 +250,7 @@ fn write(copy: &File, runs: &PageRuns, content: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
     use std::os::unix::fs::MetadataExt;
 
     #[test]

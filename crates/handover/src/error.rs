@@ -1,5 +1,6 @@
 //! Why a hand-over failed.
 
+use crate::copy_error::CopyError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
@@ -19,8 +20,9 @@ pub enum HandoverError {
     )]
     Lost { name: String },
     #[error(
-        "the destination QEMU of {name} died after it had run the guest, so the guest's memory is lost; to boot the \
-         guest from its disks: rekindle recover {name}; end of the QEMU's log:\n{log}"
+        "the new QEMU of {name} died after it had run the guest, so the guest's memory is lost. Continue with: rekindle \
+         recover {name}. It boots a VM of Rekindle from its disks; a guest of another program is then started as usual. \
+         End of the QEMU's log:\n{log}"
     )]
     DiedRunning { name: String, log: String },
     #[error(
@@ -86,6 +88,9 @@ pub enum HandoverError {
     Network(#[from] NetworkError),
     #[error(transparent)]
     Ram(#[from] RamError),
+    /// The destination's memory cannot be registered, for RAM that is moved in place.
+    #[error(transparent)]
+    Move(Box<CopyError>),
 }
 
 impl HandoverError {

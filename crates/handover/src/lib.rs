@@ -12,7 +12,9 @@
 //! | [`environment`] | the surroundings of a destination; no other module starts a destination |
 //! | [`operation`] | the VM, the journal and the timeline of a hand-over; the return to the source |
 //! | [`ram`] | the ways in which the destination gets the guest's RAM |
-//! | [`copied_ram`] | the RAM of a source that Rekindle did not start |
+//! | [`unprepared_ram`] | the RAM of a source that Rekindle did not start, copied or moved |
+//! | [`source_ram`], [`copied_ram`], [`moved_ram`] | its blocks; copying it; moving it in place |
+//! | [`ram_transfer`], [`copy_error`] | which of the two; why it fails |
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
 //! | [`saved_state`] | the state of a suspended guest in a file |
 //! | [`takeover`] | the transfer of the guest's taps |
@@ -32,16 +34,21 @@
 pub mod after_resume;
 pub mod boot;
 pub mod copied_ram;
+pub mod copy_error;
 pub mod destination;
 pub mod environment;
 pub mod error;
 pub mod evidence;
+pub mod moved_ram;
 pub mod operation;
 pub mod priority;
 pub mod ram;
+pub mod ram_transfer;
 pub mod saved_state;
+pub mod source_ram;
 pub mod source_state;
 pub mod takeover;
+pub mod unprepared_ram;
 pub mod written_disks;
 
 pub use destination::{Destination, LoadedStage, PreparedStage, RunningStage, Settled, SpawnedStage};

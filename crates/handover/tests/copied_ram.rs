@@ -3,7 +3,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
+use rekindle_handover::copied_ram::{CopiedRam, CopyLimit};
+use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::ram::{Ram, RamSource};
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_kernel::process::Process;

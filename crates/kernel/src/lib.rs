@@ -4,7 +4,7 @@
 //!
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
 //!   starting and finding them ([`spawn`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
-//!   memory ([`memory`], [`heap`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
+//!   memory ([`memory`], [`heap`], [`private_pages`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
@@ -41,6 +41,7 @@ pub mod output;
 pub mod packet;
 pub mod pagemap;
 pub mod patience;
+pub mod private_pages;
 pub mod process;
 pub mod sched;
 pub mod softdirty;

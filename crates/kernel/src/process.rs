@@ -182,6 +182,20 @@ impl Process {
     }
 }
 
+/// Returns whether the process of a pidfd has ended with all of its threads.
+///
+/// # Errors
+/// Errors of polling the descriptor.
+pub fn has_ended(pidfd: &OwnedFd) -> io::Result<bool> {
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    match poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&now)) {
+        Ok(ready) => Ok(ready > 0),
+        // It was not ready before the signal.
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
 fn is_gone(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }

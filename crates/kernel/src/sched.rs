@@ -87,6 +87,14 @@ impl Drop for PriorityBoost {
     }
 }
 
+/// Ends the rank of this thread, which another thread has created during its own [`PriorityBoost`]. Without effect on a
+/// thread without a rank.
+pub fn end_rank_of_this_thread() {
+    if policy(0).is_ok_and(|policy| policy == libc::SCHED_RR) {
+        let _ = set_policy(0, libc::SCHED_OTHER, 0);
+    }
+}
+
 /// Restores normal scheduling, with the nice value of the main thread, for threads of `process` whose [`PriorityBoost`]
 /// was never dropped.
 ///

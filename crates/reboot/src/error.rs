@@ -183,7 +183,11 @@ pub(crate) fn with_causes(error: &dyn Error) -> String {
     ) => "not rebooted",
     (_, RebootError::Unprepared(error)) if matches!(**error, UnpreparedError::Ended { .. }) => "not replaced",
     (_, RebootError::Domain(error)) if matches!(**error, DomainError::Lost { .. }) => "the guest is lost",
-    (_, RebootError::Unprepared(error)) if matches!(**error, UnpreparedError::Lost { .. }) => "the guest is lost",
+    (_, RebootError::Unprepared(error))
+        if matches!(**error, UnpreparedError::Lost { .. } | UnpreparedError::LostInMove { .. }) =>
+    {
+        "the guest is lost"
+    }
     (GuestStatus::Unchanged, _) => "the reboot failed; the guest runs as before",
     (GuestStatus::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
 })]

@@ -19,6 +19,7 @@
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
 pub mod bare;
+mod deferred_signals;
 mod domain_error;
 pub mod error;
 pub mod host;

@@ -1,6 +1,6 @@
 //! Errors of replacing the QEMU of a guest that Rekindle did not start.
 
-use rekindle_handover::copied_ram::CopyError;
+use rekindle_handover::copy_error::CopyError;
 use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::adopt::AdoptError;
 use std::io;
@@ -22,6 +22,20 @@ pub enum UnpreparedError {
         "the QEMU of {name} died while its guest was handed over, so the guest's memory is lost; start the guest as usual"
     )]
     Lost { name: String },
+    #[error(
+        "the guest of {name} runs in its new QEMU, but not all of its RAM was moved there, and it waits where it needs a page \
+         that is missing: rekindle recover {name}"
+    )]
+    NotMoved {
+        name: String,
+        #[source]
+        source: CopyError,
+    },
+    #[error(
+        "the previous QEMU of {name} ended before all of the guest's RAM was moved to the new one, so the guest's memory is \
+         lost; to end what is left of it: rekindle recover {name}"
+    )]
+    LostInMove { name: String },
     #[error("{name}: the emulator of its TPM for the new QEMU does not answer: {command}")]
     Tpm {
         name: String,
@@ -41,6 +55,6 @@ pub enum UnpreparedError {
 impl UnpreparedError {
     /// Returns whether `rekindle recover` must finish the operation.
     pub(crate) fn needs_recovery(&self) -> bool {
-        matches!(self, Self::SourceRuns { .. })
+        matches!(self, Self::SourceRuns { .. } | Self::NotMoved { .. } | Self::LostInMove { .. })
     }
 }

@@ -139,6 +139,9 @@ pub const DOMAIN_POINTS: &[&str] = &[
     "replace.settle.source-gone",
 ];
 
+/// Further fault points of the replacement of a QEMU whose guest's RAM is moved in place, after the guest has resumed.
+pub const MOVE_POINTS: &[&str] = &["replace.move.supplied", "replace.move.dropped", "replace.move.complete"];
+
 /// Every fault point of overlays on the disks of an attached QEMU, in the order in which a protector, then `detach`, and
 /// last a restore pass them.
 pub const OVERLAY_POINTS: &[&str] = &[
@@ -235,7 +238,7 @@ fn selected_fault() -> Option<&'static SelectedFault> {
 /// Passes the fault point `name` of an operation with these source and destination QEMUs.
 pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(
-        [POINTS, DOMAIN_POINTS, RESTORE_DOMAIN_POINTS, OVERLAY_POINTS, FENCE_POINTS]
+        [POINTS, DOMAIN_POINTS, MOVE_POINTS, RESTORE_DOMAIN_POINTS, OVERLAY_POINTS, FENCE_POINTS]
             .iter()
             .any(|points| points.contains(&name)),
         "fault point {name} is not listed"

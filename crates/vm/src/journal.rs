@@ -7,6 +7,7 @@
 pub use rekindle_libvirt::daemon::DaemonRecord;
 
 use crate::rundir::{RunDir, sync_directory, write_json};
+use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -171,9 +172,21 @@ pub struct Operation {
     /// For a QEMU that is known by its QMP socket: what its manager must find.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bare: Option<BareOperation>,
+    /// For RAM that is moved in place: the blocks in both QEMUs, in the same order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_ram: Option<MovedBlocks>,
     /// For a restore into libvirt: the domain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_domain: Option<RestoredDomain>,
+}
+
+/// RAM blocks whose pages are moved from the source to the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedBlocks {
+    /// The source's, in private memory.
+    pub source: Vec<RamBlock>,
+    /// The destination's.
+    pub destination: Vec<RamBlock>,
 }
 
 /// What the replacement of a QEMU, which is known by its QMP socket, returns to its manager besides its sockets.
@@ -358,6 +371,7 @@ impl Journal {
             passed: None,
             libvirt: None,
             bare: None,
+            moved_ram: None,
             restored_domain: None,
         };
         let journal = Self { path: path(rundir), operation };

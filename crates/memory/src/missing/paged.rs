@@ -51,6 +51,11 @@ impl PagedBlock {
         self.range.start + pages.start * self.page_bytes..self.range.start + pages.end * self.page_bytes
     }
 
+    /// Returns the offsets of a run of pages.
+    pub(super) fn offsets(&self, pages: &Range<u64>) -> Range<u64> {
+        pages.start * self.page_bytes..pages.end * self.page_bytes
+    }
+
     /// Returns the number of the page at an address; `None` outside of the block.
     pub(super) fn page_at(&self, address: u64) -> Option<u64> {
         self.range.contains(&address).then(|| (address - self.range.start) / self.page_bytes)

@@ -238,6 +238,7 @@ impl Pager {
             self.progress.worst_ns = self.progress.worst_ns.max(elapsed_ns);
             self.progress.demanded += 1;
             if is_missing {
+                self.notify_supplied(block, &(page..page + 1), source);
                 self.queue_neighbours(block, page);
             }
         }
@@ -293,6 +294,13 @@ impl Pager {
         }
         pages.for_each(|page| paged.remove_missing(page));
         Ok(true)
+    }
+
+    /// Notifies the source that the guest's RAM has `pages`.
+    fn notify_supplied<S: PageSource>(&self, block: usize, pages: &Range<u64>, source: &mut S) {
+        if let Some(paged) = self.blocks.get(block) {
+            source.supplied(paged.id, paged.offsets(pages));
+        }
     }
 
     /// Queues the neighbours of a page, the nearest ones last.
@@ -352,7 +360,7 @@ impl Pager {
         match self.fetch(block, pages.clone(), source) {
             Ok(contents) => {
                 self.background.failures = 0;
-                self.fill_batch_from_buffer(block, pages, &contents)
+                self.fill_batch_from_buffer(block, pages, &contents, source)
             }
             Err((failed_page, e)) => {
                 self.background.failures += 1;
@@ -365,11 +373,12 @@ impl Pager {
 
     /// Fills the pages of a batch that have data. Zero pages are not filled: they read as zero after the registration
     /// ends.
-    fn fill_batch_from_buffer(
+    fn fill_batch_from_buffer<S: PageSource>(
         &mut self,
         block: usize,
         pages: Range<u64>,
         contents: &[Content],
+        source: &mut S,
     ) -> Result<(), PagerError> {
         let Some(page_bytes) = self.blocks.get(block).map(|paged| paged.page_bytes as usize) else { return Ok(()) };
         let batch = std::mem::take(&mut self.buffer);
@@ -380,15 +389,16 @@ impl Pager {
                 let bytes = batch.get(index * page_bytes..(index + run.len()) * page_bytes).unwrap_or_default();
                 self.buffer.clear();
                 self.buffer.extend_from_slice(bytes);
-                if !self.fill_from_buffer(block, run_pages, Content::Data)? {
+                if !self.fill_from_buffer(block, run_pages.clone(), Content::Data)? {
                     // The mappings are being changed: handle the events first.
                     break;
                 }
                 self.progress.filled += run.len() as u64;
             } else if let Some(paged) = self.blocks.get_mut(block) {
-                run_pages.for_each(|page| paged.remove_missing(page));
+                run_pages.clone().for_each(|page| paged.remove_missing(page));
                 self.progress.zero += run.len() as u64;
             }
+            self.notify_supplied(block, &run_pages, source);
             index += run.len();
         }
         self.buffer = batch;

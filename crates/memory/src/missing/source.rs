@@ -1,6 +1,7 @@
 //! The source of missing pages.
 
 use rekindle_pages::{BlockId, Page, PageNo};
+use std::ops::Range;
 use std::time::Duration;
 
 /// The content of a fetched page.
@@ -28,4 +29,7 @@ pub trait PageSource {
     ///
     /// `None` ends [`super::Pager::run`] with the error. A guest thread that needs the page stays blocked.
     fn retry(&mut self, error: &Self::Error, attempt: u32) -> Option<Duration>;
+
+    /// Notifies the source that the guest's RAM has these pages (offsets in the block), whatever becomes of the source.
+    fn supplied(&mut self, _block: BlockId, _offsets: Range<u64>) {}
 }

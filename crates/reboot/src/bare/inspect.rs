@@ -2,7 +2,7 @@
 
 use super::{BareOptions, supervision};
 use crate::error::RebootError;
-use crate::unprepared::inspect::{self, Inspected, Subject, check_run_directory};
+use crate::unprepared::inspect::{self, Inspected, Subject, check_not_attached, check_run_directory};
 use crate::unprepared::{DESTINATION_GENERATION, UnpreparedError, preflight_error};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::guest;
@@ -36,6 +36,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &BareOptions) -> Result<
     let path = absolute(&options.qmp).map_err(RebootError::file(&options.qmp))?;
     let monitor = Monitor::Socket { path };
     let (adopted, mut qmp) = monitor.adopt(MONITOR_TIMEOUT).map_err(UnpreparedError::from)?;
+    check_not_attached(host, name, adopted.process())?;
     let binary = Binary::probe_cached(options.qemu.as_ref().unwrap_or(&adopted.binary), &host.binaries())?;
     let mut problems = Vec::new();
     let state = guest::run_state(&mut qmp)?;
@@ -45,7 +46,8 @@ pub(super) fn inspect(host: &Host, name: &str, options: &BareOptions) -> Result<
     let process = adopted.process();
     let mut pid_file = None;
     let label = format!("{}-{}-{DESTINATION_GENERATION}", process.pid, process.started);
-    let subject = Subject { name, adopted, qmp, binary, label, socket_directory: None };
+    let prefers_in_place = options.in_place;
+    let subject = Subject { name, adopted, qmp, binary, label, socket_directory: None, prefers_in_place };
     let of_manager = |line: &CommandLine, _: &RunningFacts| {
         pid_file = line.pid_file.as_ref().map(PathBuf::from);
         let mut problems = password_problems(line);

@@ -23,4 +23,6 @@ pub struct BareOptions {
     pub qmp: PathBuf,
     /// QEMU binary of the destination. `None`: the program that runs now, as its file is now.
     pub qemu: Option<PathBuf>,
+    /// Move its RAM in place, even if there is memory for a copy.
+    pub in_place: bool,
 }

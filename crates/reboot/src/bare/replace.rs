@@ -2,18 +2,20 @@
 
 use super::BareOptions;
 use super::inspect::{BareGuest, inspect};
+use crate::deferred_signals::DeferredSignals;
 use crate::error::{Failure, RebootError};
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, restore_priorities};
 use crate::unprepared::environment::vcpus;
-use crate::unprepared::give::{Passwords, end_source, give};
+use crate::unprepared::give::{Passwords, end_source, finish_move, give};
 use crate::unprepared::hand_over::{Transferred, approach, hand_over};
 use crate::unprepared::inspect::{Inspected, check_run_directory};
-use crate::unprepared::recover::{GuestPlace, place, resume_destination};
+use crate::unprepared::recover::{GuestPlace, ResumedDestination, place, resume_destination};
 use crate::unprepared::start::{Waiting, place_threads, start_destination};
 use crate::unprepared::{
     DESTINATION_GENERATION, OPERATION, UnpreparedError, passed, passed_parts, pid_file, vnc, way_back,
 };
 use crate::vmm::{QemuInfo, RUN_STATE_TIMEOUT, RebootReport, ReplacementPlan, VmOutcome, VmPlan};
+use rekindle_handover::ram_transfer::RamTransfer;
 use rekindle_handover::{Handover, priority};
 use rekindle_kernel::surroundings::ThreadPlaces;
 use rekindle_life::attach::AdoptedGuest;
@@ -34,8 +36,9 @@ use std::path::PathBuf;
 #[must_use]
 pub fn plan(host: &Host, name: &str, options: &BareOptions) -> VmPlan {
     let plan = |guest: BareGuest| {
+        let moves_in_place = guest.inspected.transfer == RamTransfer::InPlace;
         let (from, binary) = (guest.inspected.baseline.source_info(), guest.inspected.binary);
-        ReplacementPlan { from, binary: binary.path, version: binary.version }
+        ReplacementPlan { from, binary: binary.path, version: binary.version, moves_in_place }
     };
     VmPlan { name: name.into(), result: inspect(host, name, options).map(plan) }
 }
@@ -67,11 +70,16 @@ fn try_replace(host: &Host, name: &str, options: &BareOptions) -> Result<RebootR
         }
     };
     handover.pass("replace.prepare.copied");
-    let Inspected { baseline, qmp, .. } = guest.inspected;
+    let Inspected { baseline, qmp, transfer, .. } = guest.inspected;
+    let is_moved_in_place = transfer == RamTransfer::InPlace;
     let Waiting { mut destination, mut taps, ram_files, places } = waiting;
-    let _boosts = (priority::boost_this_thread(), priority::boost_hand_over(handover.source(), &destination.vmm));
-    let transferred = approach(&mut handover, &baseline, qmp, &mut destination, &mut taps)
-        .and_then(|approached| hand_over(&mut handover, approached, destination, &mut taps));
+    // Until the guest has all of its RAM, it needs this process.
+    let _signals = is_moved_in_place.then(DeferredSignals::begin);
+    let transferred = {
+        let _boosts = (priority::boost_this_thread(), priority::boost_hand_over(handover.source(), &destination.vmm));
+        approach(&mut handover, &baseline, qmp, &mut destination, &mut taps)
+            .and_then(|approached| hand_over(&mut handover, approached, destination, &mut taps))
+    };
     match transferred {
         Ok(transferred) => {
             finish(handover, baseline.source_info(), &places, transferred).map_err(Failure::needs_recovery)
@@ -143,8 +151,13 @@ fn finish(
     let Transferred { mut running, stopped_host_us } = transferred;
     place_threads(places, running.vmm.process(), &mut running.qmp);
     let resumed_host_us = running.stage.resumed_host_us;
+    let ram_move = running.stage.ram.take_move();
     running.begin_give_back(&mut handover)?;
+    if let Some(ram_move) = &ram_move {
+        ram_move.move_all(&handover);
+    }
     give_back(&mut handover, &running.vmm, &mut running.qmp)?;
+    let moved_in_place = finish_move(&mut handover, ram_move)?;
     let (destination, qmp) = (&running.vmm, &running.qmp);
     let report = RebootReport {
         name: handover.name().into(),
@@ -156,6 +169,7 @@ fn finish(
         to: QemuInfo { binary: destination.binary.clone(), version: Some(qmp.version().clone()), pid: destination.pid },
         memory: None,
         daemon_away_us: None,
+        moved_in_place,
     };
     settle(handover, &running.vmm, &mut running.qmp)?;
     Ok(report)
@@ -233,14 +247,16 @@ pub(crate) fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Resu
     restore_priorities(&journal.operation);
     let _run_state = RunStateLock::acquire(&locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let mut handover = continue_interrupted(&locked_vm, journal);
+    let _signals = handover.journal.operation.moved_ram.is_some().then(DeferredSignals::begin);
     match place(&handover, policy)? {
         GuestPlace::Source => end_in_source(handover, policy),
         GuestPlace::Destination(destination) => {
-            let (destination, mut qmp) = resume_destination(&mut handover, *destination)?;
+            let ResumedDestination { vmm, mut qmp, ram_move } = resume_destination(&mut handover, *destination)?;
             if handover.journal.operation.step < Step::Settle {
-                give_back(&mut handover, &destination, &mut qmp)?;
+                give_back(&mut handover, &vmm, &mut qmp)?;
             }
-            settle(handover, &destination, &mut qmp)?;
+            finish_move(&mut handover, ram_move)?;
+            settle(handover, &vmm, &mut qmp)?;
             Ok(Recovered::Finished)
         }
         GuestPlace::Lost => {

@@ -15,6 +15,7 @@ use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
 use crate::unprepared::UnpreparedError;
 use crate::unprepared::hand_over::{Transferred, approach, hand_over};
+use crate::unprepared::recover::ResumedDestination;
 use crate::unprepared::start::{Waiting, place_threads};
 use crate::vmm::{QemuInfo, RebootReport};
 use rekindle_handover::{Handover, priority};
@@ -201,8 +202,13 @@ fn return_to_libvirt(mut handover: Handover, from: QemuInfo, places: &ThreadPlac
     let Transferred { mut running, stopped_host_us } = transferred;
     place_threads(places, running.vmm.process(), &mut running.qmp);
     let handed_over = HandedOver { from, stopped_host_us, resumed_host_us: running.stage.resumed_host_us };
+    let ram_move = running.stage.ram.take_move();
     let confirmed = running.begin_give_back(&mut handover).map_err(RebootError::from);
-    match confirmed.and_then(|()| give_back(handover, running.vmm, running.qmp)) {
+    if let Some(ram_move) = &ram_move {
+        ram_move.move_all(&handover);
+    }
+    let resumed = ResumedDestination { vmm: running.vmm, qmp: running.qmp, ram_move };
+    match confirmed.and_then(|()| give_back(handover, resumed)) {
         Ok(given_back) => Side::Destination(Box::new(given_back), handed_over),
         Err(error) => Side::Unknown(Failure::needs_recovery(error)),
     }
@@ -236,6 +242,7 @@ fn finish(
     away: Option<&Duration>,
 ) -> Result<RebootReport, RebootError> {
     given_back.wait_reconnected()?;
+    let moved_in_place = given_back.finish_move()?;
     let HandedOver { from, stopped_host_us, resumed_host_us } = handed_over;
     let GivenBack { handover, destination, qmp, .. } = &given_back;
     let report = RebootReport {
@@ -248,6 +255,7 @@ fn finish(
         to: QemuInfo { binary: destination.binary.clone(), version: Some(qmp.version().clone()), pid: destination.pid },
         memory: None,
         daemon_away_us: away.map(|away| away.as_micros() as u64),
+        moved_in_place,
     };
     given_back.settle()?;
     Ok(report)

@@ -2,7 +2,7 @@
 //! can be managed.
 
 use super::daemon;
-use super::deferred_signals::DeferredSignals;
+use crate::deferred_signals::DeferredSignals;
 use crate::error::with_causes;
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_vm::journal::{Absence, DaemonRecord, LibvirtOperation};

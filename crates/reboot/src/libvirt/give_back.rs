@@ -7,9 +7,11 @@ use super::status_file::{FileMark, StatusEdit, StatusFile, write_pid_file};
 use super::{DomainError, daemon, record_copy};
 use crate::error::RebootError;
 use crate::unprepared::environment::vcpus;
-use crate::unprepared::give::{Passwords, end_source, give};
+use crate::unprepared::give::{Passwords, end_source, finish_move, give};
+use crate::unprepared::recover::ResumedDestination;
 use crate::unprepared::{passed, vnc};
 use rekindle_handover::Handover;
+use rekindle_handover::moved_ram::{MoveReport, RamMove};
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::domains::CHARDEV_PREFIX;
 use rekindle_libvirt::graphics_password::{GraphicsPassword, Server};
@@ -37,6 +39,8 @@ pub(super) struct GivenBack {
     /// Identifies the record as it was written, which the daemon replaces when it has connected; `None` if the daemon
     /// already ran.
     mark: Option<FileMark>,
+    /// Set while RAM is moved in place.
+    ram_move: Option<RamMove>,
 }
 
 impl GivenBack {
@@ -50,6 +54,14 @@ impl GivenBack {
         self.handover.pass("libvirt.give-back.reconnected");
         self.handover.recorder.step("give back");
         Ok(())
+    }
+
+    /// Waits until all RAM that is moved in place is in the destination.
+    ///
+    /// # Errors
+    /// As [`finish_move`].
+    pub(super) fn finish_move(&mut self) -> Result<Option<MoveReport>, RebootError> {
+        finish_move(&mut self.handover, self.ram_move.take())
     }
 
     /// Ends the source and the operation.
@@ -66,7 +78,8 @@ impl GivenBack {
 ///
 /// # Errors
 /// [`RebootError`]: the guest runs; `rekindle recover` repeats this.
-pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) -> Result<GivenBack, RebootError> {
+pub(super) fn give_back(mut handover: Handover, resumed: ResumedDestination) -> Result<GivenBack, RebootError> {
+    let ResumedDestination { vmm: destination, mut qmp, ram_move } = resumed;
     let process = destination.process();
     let libvirt = operation(&handover)?.clone();
     record_copy::restore_if_missing(&handover.rundir, &libvirt)?;
@@ -92,7 +105,7 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
     };
     set_absence(&mut handover, Absence::Starting)?;
     handover.recorder.step("write libvirt's record");
-    Ok(GivenBack { handover, destination, qmp, mark })
+    Ok(GivenBack { handover, destination, qmp, mark, ram_move })
 }
 
 /// Rejects a destination for which libvirt's record of the domain cannot be edited, and keeps a copy of the record.

@@ -31,7 +31,6 @@
 //! | `journal` | what the journal has of libvirt |
 //! | `record_copy` | a copy of libvirt's record of the domain |
 //! | `daemon_guard` | the start of libvirt's daemon at the end of each operation |
-//! | `deferred_signals` | Ctrl-C while it is stopped |
 //!
 //! Several domains share the steps: all are prepared, then the daemon is stopped once, and started when each of them is
 //! in its destination or, after a failure, in its source again. So an operation that is interrupted may leave several
@@ -44,7 +43,6 @@ mod absence;
 mod batches;
 mod capabilities;
 mod daemon_guard;
-mod deferred_signals;
 mod give_back;
 mod graphics;
 mod journal;
@@ -66,6 +64,7 @@ pub use crate::domain_error::DomainError;
 use crate::error::{Failure, RebootError};
 use crate::parallel::{ProcessorGate, in_threads};
 use crate::vmm::{RebootReport, ReplacementPlan, VmPlan};
+use rekindle_handover::ram_transfer::RamTransfer;
 use rekindle_libvirt::{daemon, status_file};
 use rekindle_vm::host::Host;
 use std::path::PathBuf;
@@ -75,6 +74,8 @@ use std::path::PathBuf;
 pub struct DomainOptions {
     /// QEMU binary of the destination. `None`: the one that libvirt would start.
     pub qemu: Option<PathBuf>,
+    /// Move its RAM in place, even if there is memory for a copy.
+    pub in_place: bool,
 }
 
 /// Returns whether libvirt runs a domain of this name.
@@ -89,8 +90,9 @@ pub fn plan_domains(host: &Host, names: &[String], options: &DomainOptions) -> V
     let gate = ProcessorGate::new();
     let plans = in_threads(names, |name| -> Result<ReplacementPlan, RebootError> {
         let inspected = gate.pass(|| preflight::inspect(host, name, options))?.inspected;
+        let moves_in_place = inspected.transfer == RamTransfer::InPlace;
         let (from, binary) = (inspected.baseline.source_info(), inspected.binary);
-        Ok(ReplacementPlan { from, binary: binary.path, version: binary.version })
+        Ok(ReplacementPlan { from, binary: binary.path, version: binary.version, moves_in_place })
     });
     let plan = |(name, result): (&String, Result<_, _>)| {
         let panicked = || Err(DomainError::Panicked { name: name.clone() }.into());

@@ -104,7 +104,7 @@ impl Replacement<'_> {
 
     /// Chooses the domains of the next absence: as many as there is memory for.
     fn next_batch(candidates: Vec<Candidate>) -> Vec<Candidate> {
-        let needs: Vec<u64> = candidates.iter().map(|candidate| candidate.domain.inspected.copy_bytes).collect();
+        let needs: Vec<u64> = candidates.iter().map(|candidate| candidate.domain.inspected.transfer_bytes).collect();
         // The preflight has read it, too. Without it, each domain is a batch of its own.
         let available = Process::current().and_then(available_to).unwrap_or(0);
         let mut batches = divide(&needs, available).into_iter();

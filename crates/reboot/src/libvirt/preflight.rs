@@ -3,7 +3,7 @@
 use super::status_file::{DomainRecord, StatusFile, StatusFileError};
 use super::{DomainOptions, daemon, graphics, obstacles};
 use crate::error::RebootError;
-use crate::unprepared::inspect::{self, Inspected, Subject, check_run_directory};
+use crate::unprepared::inspect::{self, Inspected, Subject, check_not_attached, check_run_directory};
 use crate::unprepared::{DESTINATION_GENERATION, UnpreparedError, preflight_error};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::monitor::Monitor;
@@ -49,6 +49,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
     if adopted.pid != record.pid {
         return Err(UnpreparedError::Changed { name: name.into(), what: "it has another QEMU".into() }.into());
     }
+    check_not_attached(host, name, adopted.process())?;
     let path = options.qemu.clone().unwrap_or_else(|| record.emulator.clone());
     let binary = Binary::probe_cached(&path, &host.binaries())?;
     let malformed =
@@ -61,6 +62,7 @@ pub(super) fn inspect(host: &Host, name: &str, options: &DomainOptions) -> Resul
         binary,
         label: format!("{}-{DESTINATION_GENERATION}", record.uuid),
         socket_directory: record.monitor.parent().map(Path::to_owned),
+        prefers_in_place: options.in_place,
     };
     let of_manager = |line: &CommandLine, facts: &RunningFacts| {
         let mut problems = graphics::password_problems(name, line, &status)?;

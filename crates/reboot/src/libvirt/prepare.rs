@@ -10,7 +10,6 @@ use crate::unprepared::recheck::Baseline;
 use crate::unprepared::start::{Waiting, start_destination};
 use crate::unprepared::{DESTINATION_GENERATION, OPERATION, UnpreparedError, passed_parts};
 use rekindle_handover::Handover;
-use rekindle_handover::copied_ram::CopyLimit;
 use rekindle_libvirt::status_file::DomainRecord;
 use rekindle_life::attach::AdoptedGuest;
 use rekindle_qemu::monitor::Monitor;
@@ -67,8 +66,8 @@ impl Prepared {
     /// Copies what the guest has written while other domains were prepared.
     pub(super) fn copy_again(mut self) -> Result<Self, Failure> {
         let Some(qmp) = &mut self.source_qmp else { return Ok(self) };
-        match self.waiting.destination.stage.ram.copy_while_running(qmp, CopyLimit::default()) {
-            Ok(_) => Ok(self),
+        match self.waiting.destination.stage.ram.copy_while_running(qmp) {
+            Ok(()) => Ok(self),
             Err(error) => Err(abandon(self.handover, UnpreparedError::from(error).into()).end(Ok(()))),
         }
     }

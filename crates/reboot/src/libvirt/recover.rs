@@ -16,9 +16,10 @@ use super::way_back::{Returned, end_without_guest, return_to_source};
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, restore_priorities};
 use crate::parallel::in_threads;
-use crate::unprepared::recover::{GuestPlace, place, resume_destination};
+use crate::unprepared::give::finish_move;
+use crate::unprepared::recover::{GuestPlace, PlacedInDestination, place, resume_destination};
 use crate::vmm::RUN_STATE_TIMEOUT;
-use rekindle_handover::{Destination, Handover, SpawnedStage};
+use rekindle_handover::Handover;
 use rekindle_libvirt::daemon::DaemonError;
 use rekindle_libvirt::daemon::lock::DaemonLock;
 use rekindle_vm::error::LifeError;
@@ -109,6 +110,7 @@ impl PlacedGuest {
             Self::Settled => Ok(Recovered::Finished),
             Self::GivenBack(mut given_back) => {
                 given_back.wait_reconnected()?;
+                given_back.finish_move()?;
                 given_back.settle()?;
                 Ok(Recovered::Finished)
             }
@@ -128,11 +130,12 @@ fn place_guest(handover: Handover, policy: SilentQemuPolicy) -> Result<PlacedGue
 }
 
 /// Resumes the guest in the destination unless it runs there, and gives the domain back to libvirt.
-fn finish(mut handover: Handover, destination: Destination<SpawnedStage>) -> Result<PlacedGuest, RebootError> {
-    let (destination, mut qmp) = resume_destination(&mut handover, destination)?;
+fn finish(mut handover: Handover, destination: PlacedInDestination) -> Result<PlacedGuest, RebootError> {
+    let mut resumed = resume_destination(&mut handover, destination)?;
     if handover.journal.operation.step == Step::Settle {
-        settle(handover, &destination, &mut qmp)?;
+        finish_move(&mut handover, resumed.ram_move.take())?;
+        settle(handover, &resumed.vmm, &mut resumed.qmp)?;
         return Ok(PlacedGuest::Settled);
     }
-    Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, destination, qmp)?)))
+    Ok(PlacedGuest::GivenBack(Box::new(give_back(handover, resumed)?)))
 }

@@ -2,10 +2,9 @@
 
 use super::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use crate::error::RebootError;
+use crate::unprepared::inspect::attached_as;
 use rekindle_libvirt::domains;
 use rekindle_vm::host::Host;
-use rekindle_vm::rundir::RunDir;
-use rekindle_vm::state::State;
 use std::path::Path;
 
 /// The running domains of `qemu:///system`.
@@ -56,9 +55,7 @@ fn reason_to_skip(host: &Host, record: &DomainRecord, selection: Selection) -> R
     {
         return Ok(Some("its QEMU is the installed one".into()));
     }
-    let rundir = RunDir::new(&host.root, &record.name);
-    let state = State::read(&rundir).map_err(RebootError::file(rundir.path()))?;
-    // The state of an interrupted replacement is that of an attached VM.
-    let is_attached = state.is_some_and(|state| state.attached.is_some()) && !rundir.file("operation.json").exists();
-    Ok(is_attached.then(|| "it is attached".into()))
+    let Some(program) = domains::qemu(record) else { return Ok(None) };
+    let name = attached_as(host, program.process())?;
+    Ok(name.map(|name| if name == record.name { "it is attached".into() } else { format!("it is attached as {name}") }))
 }

@@ -230,6 +230,7 @@ impl PreparedKexec {
             to: qemu,
             memory: None,
             daemon_away_us: None,
+            moved_in_place: None,
         };
         // A reset clears memory, and firmware uses memory: the remains of the cache are not worth a report.
         let kept = kept_cache.filter(|_| is_kexec);

@@ -3,8 +3,8 @@
 
 use super::inspect::Inspected;
 use command_fds::FdMapping;
-use rekindle_handover::copied_ram::CopiedRam;
 use rekindle_handover::takeover::Taps;
+use rekindle_handover::unprepared_ram::UnpreparedRam;
 use rekindle_handover::{Environment, HandoverError};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 pub(crate) struct UnpreparedEnvironment<'a> {
     pub rundir: &'a RunDir,
     pub inspected: &'a Inspected,
-    pub ram: &'a CopiedRam,
+    pub ram: &'a UnpreparedRam,
     /// Where the source's log is, for error messages; `None` if that is not known.
     pub log: Option<&'a Path>,
 }

@@ -1,13 +1,16 @@
 //! What the destination gets when the source is frozen: the listening sockets, also those of its VNC and SPICE servers. And
 //! the end of the source.
 
-use super::{forwards, passed, source, spice, tpm, vnc};
+use super::{UnpreparedError, forwards, passed, source, spice, tpm, vnc};
 use crate::error::RebootError;
+use rekindle_handover::copy_error::CopyError;
+use rekindle_handover::moved_ram::{MoveReport, RamMove};
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::graphics_password::GraphicsPassword;
+use rekindle_memory::missing::Pager;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::set_capabilities;
 use rekindle_qemu::vmm::{Vmm, log_tail};
@@ -51,14 +54,51 @@ pub(crate) fn give(
     Ok(())
 }
 
-/// Ends the source. The guest's manager has the destination. Can be repeated.
+/// Waits until all RAM that is moved in place is in the destination.
+///
+/// # Errors
+/// [`UnpreparedError::NotMoved`]: the guest waits where it needs a page that is missing; `rekindle recover` repeats this.
+/// [`UnpreparedError::LostInMove`], [`HandoverError::DiedRunning`]: the guest is lost.
+pub(crate) fn finish_move(
+    handover: &mut Handover,
+    ram_move: Option<RamMove>,
+) -> Result<Option<MoveReport>, RebootError> {
+    let Some(ram_move) = ram_move else { return Ok(None) };
+    match ram_move.finish(handover) {
+        Ok(report) => {
+            handover.recorder.step("move memory");
+            Ok(Some(report))
+        }
+        Err(source) => Err(failed_move(handover, source)),
+    }
+}
+
+fn failed_move(handover: &Handover, source: CopyError) -> RebootError {
+    let name = handover.name().to_owned();
+    match handover.destination() {
+        Some(destination) if !destination.is_alive() => died(handover, destination),
+        _ if handover.live_source().is_none() => UnpreparedError::LostInMove { name }.into(),
+        _ => UnpreparedError::NotMoved { name, source }.into(),
+    }
+}
+
+fn died(handover: &Handover, destination: &Vmm) -> RebootError {
+    let log = log_tail(&destination.directory(), 10);
+    HandoverError::DiedRunning { name: handover.name().into(), log }.into()
+}
+
+/// Ends the source. The guest's manager has the destination, which has all RAM. Can be repeated.
 ///
 /// # Errors
 /// [`RebootError`]: the guest runs, unless the destination has ended; `rekindle recover` repeats this.
 pub(crate) fn end_source(handover: &mut Handover, destination: &Vmm, qmp: &mut Qmp) -> Result<(), RebootError> {
     if !destination.is_alive() {
-        let log = log_tail(&destination.directory(), 10);
-        return Err(HandoverError::DiedRunning { name: handover.name().into(), log }.into());
+        return Err(died(handover, destination));
+    }
+    if handover.journal.operation.moved_ram.is_some()
+        && Pager::is_registered_in(destination.process()).map_err(CopyError::from).map_err(UnpreparedError::from)?
+    {
+        return Err(UnpreparedError::NotMoved { name: handover.name().into(), source: CopyError::NotMoved }.into());
     }
     handover.advance(Step::Settle)?;
     handover.pass("replace.settle.journalled");

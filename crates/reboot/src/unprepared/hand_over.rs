@@ -4,9 +4,10 @@ use super::recheck::Baseline;
 use super::start::WaitingTaps;
 use super::{UnpreparedError, source};
 use crate::error::RebootError;
-use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
+use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::ram::Ram;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
+use rekindle_handover::unprepared_ram::UnpreparedRam;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage, priority, written_disks};
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::guest;
@@ -22,11 +23,12 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The guest runs in the destination. The source is stopped.
 pub(crate) struct Transferred {
-    pub running: Destination<RunningStage<CopiedRam>>,
+    pub running: Destination<RunningStage<UnpreparedRam>>,
     pub stopped_host_us: u64,
 }
 
-/// A source that is still the guest's QEMU as it was inspected. Its guest runs, and little of its RAM is left to copy.
+/// A source that is still the guest's QEMU as it was inspected. Its guest runs. Little of its RAM is left to copy, unless it
+/// is moved in place.
 pub(crate) struct Approached {
     qmp: Qmp,
     state: SourceState,
@@ -37,7 +39,7 @@ pub(crate) fn approach(
     handover: &mut Handover,
     baseline: &Baseline,
     mut source_qmp: Qmp,
-    destination: &mut Destination<PreparedStage<CopiedRam>>,
+    destination: &mut Destination<PreparedStage<UnpreparedRam>>,
     taps: &mut WaitingTaps,
 ) -> Result<Approached, RebootError> {
     let lost = || UnpreparedError::Ended { name: handover.name().into() };
@@ -47,10 +49,11 @@ pub(crate) fn approach(
     written_disks::write_back(source.process());
     handover.recorder.step("write disks back");
     let ram = &mut destination.stage.ram;
-    ram.copy_while_running(&mut source_qmp, CopyLimit::default()).map_err(UnpreparedError::from)?;
+    ram.copy_while_running(&mut source_qmp).map_err(UnpreparedError::from)?;
+    // The next step of the journal writes it.
+    ram.note_blocks(&mut handover.journal.operation);
     // Not earlier: every frame that is captured costs time and memory.
     taps.takeover.capture()?;
-    // The next step of the journal writes it.
     handover.journal.operation.detached_queues = taps.takeover.queues_to_detach()?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
     let blocks =
@@ -68,7 +71,7 @@ pub(crate) fn approach(
 pub(crate) fn hand_over(
     handover: &mut Handover,
     source: Approached,
-    mut destination: Destination<PreparedStage<CopiedRam>>,
+    mut destination: Destination<PreparedStage<UnpreparedRam>>,
     taps: &mut WaitingTaps,
 ) -> Result<Transferred, RebootError> {
     let Approached { qmp: mut source_qmp, state: mut source_state } = source;
@@ -96,7 +99,8 @@ pub(crate) fn hand_over(
     // The last of the guest's requests to its disks ended when it was stopped, so its RAM does not change any more.
     let resumed = |_| UnpreparedError::Changed { name: handover.name().into(), what: "its guest was resumed".into() };
     let mut stopped = Stopped::check(&mut source_qmp).map_err(resumed)?;
-    destination.stage.ram.copy_rest(&mut stopped).map_err(UnpreparedError::from)?;
+    let source = handover.source().cloned().ok_or_else(|| UnpreparedError::Ended { name: handover.name().into() })?;
+    destination.stage.ram.complete(&source, &mut stopped).map_err(UnpreparedError::from)?;
     handover.recorder.step("copy the rest");
     // Not earlier: a destination that loads a virtio device compares its state with the rings in RAM.
     destination.stage.feed.write(&devices)?;
@@ -107,9 +111,13 @@ pub(crate) fn hand_over(
     source::freeze(handover)?;
     handover.recorder.step("freeze");
     handover.pass("replace.suspend.frozen");
-    let loaded = loading.wait(handover, LOAD_TIMEOUT)?;
+    let mut loaded = loading.wait(handover, LOAD_TIMEOUT)?;
     handover.recorder.step("load");
     handover.pass("replace.suspend.loaded");
+    if handover.journal.operation.moved_ram.is_some() {
+        // A destination that ends after the decision cannot be shown not to have run the guest.
+        guest::run_state(&mut loaded.qmp)?;
+    }
     let running = loaded.commit(handover, "resume")?;
     // The source is frozen, so that it has received all that it will ever receive.
     taps.takeover.send_again(stopped_host_us);

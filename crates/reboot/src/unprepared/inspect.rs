@@ -5,6 +5,8 @@ use super::recheck::Baseline;
 use super::tpm::{self, TpmEmulator};
 use super::{UnpreparedError, forwards, obstacles, preflight_error};
 use crate::error::RebootError;
+use rekindle_handover::ram_transfer::RamTransfer;
+use rekindle_kernel::process::Process;
 use rekindle_kernel::surroundings::ProcessEnvironment;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::binary::Binary;
@@ -21,6 +23,7 @@ use rekindle_vm::journal::{ForwardedPort, Journal, PassedListener};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::collections::BTreeSet;
+use std::io;
 use std::ops::RangeFrom;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -37,8 +40,10 @@ pub(crate) struct Inspected {
     /// The emulator of the guest's TPM, if it has one.
     pub tpm: Option<TpmEmulator>,
     pub binary: Binary,
-    /// Memory that the copy of the RAM needs.
-    pub copy_bytes: u64,
+    /// How its private RAM gets to the destination.
+    pub transfer: RamTransfer,
+    /// Memory that the transfer needs.
+    pub transfer_bytes: u64,
 }
 
 /// A QEMU to inspect, and its successor.
@@ -51,6 +56,8 @@ pub(crate) struct Subject<'a> {
     pub label: String,
     /// As in [`Destination`].
     pub socket_directory: Option<PathBuf>,
+    /// Whether its RAM is to be moved in place, even if there is room for a copy.
+    pub prefers_in_place: bool,
 }
 
 /// Inspects the guest. `problems`: what is known already. `of_manager` returns the problems that the guest's manager has
@@ -64,7 +71,7 @@ pub(crate) fn inspect(
     mut problems: Vec<String>,
     of_manager: impl FnOnce(&CommandLine, &RunningFacts) -> Result<Vec<String>, RebootError>,
 ) -> Result<Inspected, RebootError> {
-    let Subject { name, adopted, mut qmp, binary, label, socket_directory } = subject;
+    let Subject { name, adopted, mut qmp, binary, label, socket_directory, prefers_in_place } = subject;
     let environment = ProcessEnvironment::of(adopted.process()).map_err(UnpreparedError::from)?;
     // Before the facts: what changes between the two is found when the guest is checked again.
     let inventory = Inventory::read(&mut qmp)?;
@@ -78,7 +85,7 @@ pub(crate) fn inspect(
     problems.extend(obstacles::lease(&open));
     let facts = read_facts(&adopted, &mut qmp)?;
     let destination = Destination { label, syntax: binary.syntax, socket_directory };
-    let (mut copy_bytes, mut emulator) = (0, None);
+    let (mut transfer, mut transfer_bytes, mut emulator) = (RamTransfer::Copied, 0, None);
     let line = match rewrite(&adopted.arguments, &facts, &open, &destination) {
         Ok(line) => {
             problems.extend(not_supported_taps(&line));
@@ -88,8 +95,8 @@ pub(crate) fn inspect(
                 Err(problem) => problems.push(problem),
             }
             problems.extend(of_manager(&line, &facts)?);
-            let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line))?;
-            copy_bytes = room.needed_bytes;
+            let room = obstacles::room(&mut qmp, adopted.process(), &ram_blocks(&line), prefers_in_place)?;
+            (transfer, transfer_bytes) = (room.transfer, room.needed_bytes);
             problems.extend(room.problems);
             Some(line)
         }
@@ -108,7 +115,8 @@ pub(crate) fn inspect(
     let taps = line.tap_slots(&mut spare);
     let baseline =
         Baseline { name: name.to_owned(), adopted, inventory, open, destination, line, plugged: facts.plugged };
-    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, tpm: emulator, binary, copy_bytes })
+    let tpm = emulator;
+    Ok(Inspected { baseline, qmp, environment, listeners, taps, forwards, tpm, binary, transfer, transfer_bytes })
 }
 
 fn text_of(obstacle: Obstacle) -> String {
@@ -143,6 +151,32 @@ pub(crate) fn check_run_directory(host: &Host, name: &str) -> Result<(), RebootE
             Err(preflight_error(name, vec![problem]))
         }
     }
+}
+
+/// Rejects a QEMU that is attached, whatever its name is there: its protector would lose it.
+pub(crate) fn check_not_attached(host: &Host, name: &str, qemu: Process) -> Result<(), RebootError> {
+    let Some(vm) = attached_as(host, qemu)? else { return Ok(()) };
+    let problem = format!("Rekindle has attached it as {vm}: end its protector, then: rekindle detach {vm}");
+    Err(preflight_error(name, vec![problem]))
+}
+
+/// Returns the name under which a QEMU is attached.
+pub(crate) fn attached_as(host: &Host, qemu: Process) -> Result<Option<String>, RebootError> {
+    let vms = match RunDir::list(&host.root) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        vms => vms.map_err(RebootError::file(&host.root))?,
+    };
+    for vm in vms {
+        let rundir = RunDir::new(&host.root, &vm);
+        let state = State::read(&rundir).map_err(RebootError::file(rundir.path()))?;
+        let is_this =
+            |state: &State| state.attached.is_some() && state.vmm.as_ref().is_some_and(|vmm| vmm.process() == qemu);
+        // The state of an interrupted replacement is that of an attached VM.
+        if state.as_ref().is_some_and(is_this) && !rundir.file("operation.json").exists() {
+            return Ok(Some(vm));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns whether the host's kernel serves network cards of the destination (vhost-net).

@@ -1,9 +1,12 @@
 //! Leases of a guest on its disks, which end with its QEMU, and the memory that a second QEMU needs.
 
 use super::UnpreparedError;
-use crate::error::RebootError;
-use rekindle_handover::copied_ram::{CopiedRam, CopyError};
+use crate::error::{RebootError, with_causes};
+use rekindle_handover::copy_error::CopyError;
+use rekindle_handover::ram_transfer::RamTransfer;
+use rekindle_handover::source_ram::SourceRam;
 use rekindle_kernel::process::Process;
+use rekindle_memory::moving::droppable;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::SourceDescriptor;
@@ -27,27 +30,48 @@ pub(crate) fn lease(open: &BTreeMap<RawFd, SourceDescriptor>) -> Option<String> 
     })
 }
 
-/// The memory that a copy of a guest's RAM needs.
-#[derive(Debug, Default)]
+/// How a guest's private RAM gets to the destination, and the memory that this needs.
+#[derive(Debug)]
 pub(crate) struct Room {
+    pub transfer: RamTransfer,
     pub needed_bytes: u64,
     /// The host and the control groups that do not have as much.
     pub problems: Vec<String>,
 }
 
-/// Returns the room that a copy of the RAM blocks `blocks` needs. Rekindle pays for the copy; what the guest uses besides
-/// is charged to the guest's own control group.
-pub(crate) fn room(qmp: &mut Qmp, source: Process, blocks: &[String]) -> Result<Room, RebootError> {
+/// Chooses how the RAM blocks `blocks` get to the destination: in place if there is no room for a copy, or if the user
+/// `prefers_in_place`. Rekindle pays for a copy; what the guest uses besides is charged to the guest's own control group.
+pub(crate) fn room(
+    qmp: &mut Qmp,
+    source: Process,
+    blocks: &[String],
+    prefers_in_place: bool,
+) -> Result<Room, RebootError> {
     let ram = GuestRam::of(qmp, source).map_err(CopyError::from).map_err(UnpreparedError::from)?;
+    let ram = SourceRam::of(&ram, blocks).map_err(UnpreparedError::from)?;
     let this = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
-    let mut room = Room::default();
-    for payer in [this, source] {
-        match CopiedRam::plan(&ram, blocks, payer) {
-            Ok(copy) => room.needed_bytes = copy.needed_bytes(),
-            Err(e @ CopyError::NoRoom { .. }) => room.problems.push(e.to_string()),
-            Err(e) => return Err(UnpreparedError::from(e).into()),
+    let problems_of = |transfer| {
+        let checks = [this, source].map(|payer| ram.check_room(payer, transfer));
+        let mut problems = Vec::new();
+        for check in checks {
+            match check {
+                Ok(()) => {}
+                Err(e @ CopyError::NoRoom { .. }) => problems.push(e.to_string()),
+                Err(e) => return Err(UnpreparedError::from(e)),
+            }
+        }
+        Ok(problems)
+    };
+    let mut room = Room { transfer: RamTransfer::Copied, needed_bytes: 0, problems: problems_of(RamTransfer::Copied)? };
+    if ram.has_private() && (prefers_in_place || !room.problems.is_empty()) {
+        room.transfer = RamTransfer::InPlace;
+        room.problems = problems_of(RamTransfer::InPlace)?;
+        // A process that cannot be traced must not be found only when the destination has been started.
+        if let Err(e) = droppable(source) {
+            room.problems.push(format!("its RAM cannot be moved in place: {}", with_causes(&e)));
         }
     }
+    room.needed_bytes = ram.needed_bytes(room.transfer);
     Ok(room)
 }
 

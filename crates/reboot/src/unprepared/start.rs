@@ -5,8 +5,9 @@ use super::inspect::{Inspected, has_vhost, ram_blocks};
 use super::{UnpreparedError, preflight_error};
 use crate::error::RebootError;
 use crate::vmm::preflight::{compare_blocks, compare_cpus, compare_queues};
-use rekindle_handover::copied_ram::{CopiedRam, CopyError, CopyLimit};
+use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::takeover::TapTakeover;
+use rekindle_handover::unprepared_ram::UnpreparedRam;
 use rekindle_handover::{Destination, Handover, PreparedStage};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
@@ -21,7 +22,7 @@ use std::path::Path;
 
 /// A destination with most of the guest's RAM.
 pub(crate) struct Waiting {
-    pub destination: Destination<PreparedStage<CopiedRam>>,
+    pub destination: Destination<PreparedStage<UnpreparedRam>>,
     pub taps: WaitingTaps,
     /// The RAM, as evidence of whether the destination has run the guest.
     pub ram_files: Vec<File>,
@@ -47,7 +48,7 @@ pub(crate) fn start_destination(
     let guest_ram = GuestRam::of(&mut inspected.qmp, source).map_err(CopyError::from).map_err(UnpreparedError::from)?;
     let ids = ram_blocks(&inspected.baseline.line);
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
-    let ram = CopiedRam::plan(&guest_ram, &ids, payer).map_err(UnpreparedError::from)?;
+    let ram = UnpreparedRam::plan(&guest_ram, &ids, payer, inspected.transfer).map_err(UnpreparedError::from)?;
     let rundir = handover.rundir.clone();
     let (start_taps, mut takeover) = TapTakeover::prepare(inspected.taps.clone(), source)?;
     if has_vhost(&inspected.baseline.line) {
@@ -75,8 +76,7 @@ pub(crate) fn start_destination(
     let places = ThreadPlaces::of(source, &placed_threads(&mut inspected.qmp)?).map_err(UnpreparedError::from)?;
     let mut destination = destination.prepare(ram)?;
     handover.pass("replace.prepare.compared");
-    let copied = destination.stage.ram.copy_while_running(&mut inspected.qmp, CopyLimit::default());
-    copied.map_err(UnpreparedError::from)?;
+    destination.stage.ram.copy_while_running(&mut inspected.qmp).map_err(UnpreparedError::from)?;
     handover.recorder.step("copy memory");
     destination.populate_heap(taps.injector);
     Ok(Waiting { destination, taps, ram_files, places })

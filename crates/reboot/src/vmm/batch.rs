@@ -46,6 +46,8 @@ pub struct ReplacementPlan {
     pub from: QemuInfo,
     pub binary: PathBuf,
     pub version: Version,
+    /// Whether the guest's RAM is moved in place, for which the guest waits after it has resumed.
+    pub moves_in_place: bool,
 }
 
 /// The replacement that [`reboot`] would do for one VM, or the error that prevents it.
@@ -62,7 +64,7 @@ pub fn plan(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmPl
     let plan_one = |name: &String| {
         let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
         let (binary, version) = (replacement.binary.path.clone(), replacement.binary.version.clone());
-        Ok(ReplacementPlan { from: replacement.source_info(), binary, version })
+        Ok(ReplacementPlan { from: replacement.source_info(), binary, version, moves_in_place: false })
     };
     names.iter().map(|name| VmPlan { name: name.clone(), result: plan_one(name) }).collect()
 }

@@ -23,6 +23,7 @@ pub(crate) use cold::ColdReboot;
 pub use verify::MemoryComparison;
 
 use crate::error::{Failure, Problem, RebootError};
+use rekindle_handover::moved_ram::MoveReport;
 use rekindle_handover::{Handover, OwnRunDir, Settled};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::guest;
@@ -114,6 +115,9 @@ pub struct RebootReport {
     /// accepted connections again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub daemon_away_us: Option<u64>,
+    /// For a guest that Rekindle did not start, and whose RAM was moved in place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_in_place: Option<MoveReport>,
 }
 
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
@@ -159,6 +163,7 @@ impl Replacement {
             },
             memory: None,
             daemon_away_us: None,
+            moved_in_place: None,
         }
     }
 

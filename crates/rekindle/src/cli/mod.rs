@@ -94,8 +94,8 @@ Examples:
     ///
     /// Needs: root to see libvirt's domains.
     ///
-    /// After an upgrade of QEMU, guests continue in the old one until it is replaced: `rekindle reboot vmm` replaces it
-    /// under a VM of Rekindle.
+    /// After an upgrade of QEMU, guests continue in the old one until it is replaced: `rekindle replace-qemu NAME`, or
+    /// `rekindle replace-qemu --all-libvirt --outdated`.
     #[command(after_help = "\
 Examples:
   rekindle status
@@ -180,7 +180,8 @@ Examples:
     ///
     /// Needs: no other operation on the VM.
     ///
-    /// On success: exactly one QEMU runs the guest; the output states whether its memory was kept.
+    /// On success: exactly one QEMU runs the guest; the output states whether its memory was kept. If the memory of a
+    /// libvirt domain, or of another program's guest, is lost, no QEMU runs it, and the output states that: start it as usual.
     ///
     /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The
     /// command can be repeated.

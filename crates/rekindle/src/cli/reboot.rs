@@ -82,10 +82,10 @@ pub enum RebootMethod {
 
 #[derive(Debug, Args)]
 pub struct RebootVmm {
-    /// The VMs.
+    /// The VMs, or domains of libvirt.
     #[arg(required_unless_present_any = ["all", "all_libvirt"])]
     pub names: Vec<Name>,
-    /// All VMs that run.
+    /// All VMs that Rekindle has started and that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
     /// All domains that libvirt runs (qemu:///system), except paused and attached ones.
@@ -100,7 +100,7 @@ pub struct RebootVmm {
     /// How to carry the guest's RAM over.
     #[arg(long, value_enum, default_value = "warm")]
     pub how: RebootMethod,
-    /// The new QEMU [default: the binary that runs now].
+    /// The new QEMU [default: the file from which the guest's QEMU was started, as it is now; for a domain, its <emulator>].
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
     /// Return to the QEMU before the last upgrade.
@@ -109,6 +109,10 @@ pub struct RebootVmm {
     /// Compare all of the guest's memory before and after, while the guest is stopped (takes seconds per GiB).
     #[arg(long)]
     pub verify_memory: bool,
+    /// For guests that Rekindle did not start: move their RAM to the new QEMU page by page, after the guest has resumed
+    /// there, instead of copying it before [default: only if there is no memory for a copy].
+    #[arg(long, conflicts_with_all = ["rollback", "verify_memory"])]
+    pub in_place: bool,
     /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,

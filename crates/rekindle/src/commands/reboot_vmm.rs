@@ -60,7 +60,7 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         return replace_bare(output, &host, arguments, socket);
     }
     let selected = select(&host, arguments)?;
-    let domain_options = DomainOptions { qemu: arguments.qemu.clone() };
+    let domain_options = DomainOptions { qemu: arguments.qemu.clone(), in_place: arguments.in_place };
     let options = ReplaceOptions {
         how: reboot_method(arguments.how),
         qemu: arguments.qemu.clone(),
@@ -92,7 +92,7 @@ fn replace_bare(output: &Output, host: &Host, arguments: &RebootVmm, socket: &Pa
     if !matches!(arguments.how, RebootMethod::Warm) {
         return Err(Usage("--how is not possible with --qmp".into()).into());
     }
-    let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone() };
+    let options = BareOptions { qmp: socket.to_owned(), qemu: arguments.qemu.clone(), in_place: arguments.in_place };
     if arguments.dry_run {
         return dry_run::print(output, &[planned_action(vmm::RebootMethod::Warm, bare::plan(host, name, &options))]);
     }
@@ -127,6 +127,12 @@ fn select(host: &Host, arguments: &RebootVmm) -> Result<Selected> {
         let (domains, vms) = separate_domains(host, names)?;
         Selected { vms, domains, ..Selected::default() }
     };
+    if arguments.in_place && !selected.vms.is_empty() {
+        let vms = selected.vms.join(", ");
+        return Err(
+            Usage(format!("--in-place is not possible for {vms}: the RAM of Rekindle's VMs is not copied")).into()
+        );
+    }
     if arguments.all_libvirt || !selected.domains.is_empty() {
         check_domain_arguments(arguments, &selected.domains)?;
     }
@@ -179,8 +185,11 @@ fn check_domain_arguments(arguments: &RebootVmm, domains: &[String]) -> Result<(
 
 /// Describes what a replacement would do, for `--dry-run`.
 fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String {
-    let vmm::ReplacementPlan { from, binary, version } = plan;
+    let vmm::ReplacementPlan { from, binary, version, moves_in_place } = plan;
     let guest = match how {
+        vmm::RebootMethod::Warm if *moves_in_place => {
+            "its guest stopped for milliseconds, and then slower while its RAM is moved in place"
+        }
         vmm::RebootMethod::Warm => "its guest stopped for milliseconds",
         vmm::RebootMethod::Saved => "its guest stopped while its RAM is saved to disk and loaded",
         vmm::RebootMethod::Cold => "its guest shut down and booted",
@@ -192,8 +201,9 @@ fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String 
 fn running_vms(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
     names.retain(|name| {
-        let status = status::status(&RunDir::new(&host.root, name));
-        matches!(status, Ok(Status::Running | Status::Degraded(_)))
+        let rundir = RunDir::new(&host.root, name);
+        let is_attached = matches!(State::read(&rundir), Ok(Some(state)) if state.attached.is_some());
+        !is_attached && matches!(status::status(&rundir), Ok(Status::Running | Status::Degraded(_)))
     });
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());
@@ -284,6 +294,13 @@ fn replacement_line(report: &RebootReport) -> String {
         if !memory.not_compared.is_empty() {
             line += &format!(", not compared {:?}", memory.not_compared);
         }
+    }
+    if let Some(moved) = &report.moved_in_place {
+        line += &format!(
+            "; its RAM was moved in place: it waited for {} pages, at most {}",
+            moved.demanded_pages,
+            duration(moved.longest_wait_us)
+        );
     }
     line + "\n"
 }

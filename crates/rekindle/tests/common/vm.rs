@@ -9,10 +9,6 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-/// Kernel parameter that skips the kernel's tests of its ciphers, which take an eighth of the processor time of a micro
-/// guest's boot.
-const NO_CIPHER_TESTS: &str = "cryptomgr.notests";
-
 /// The network of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Net {
@@ -151,7 +147,7 @@ impl<'a> Vm<'a> {
         let qemu = if keys.contains("qemu = ") { String::new() } else { format!("qemu = {:?}\n", qemu_new()) };
         format!(
             "name = \"{name}\"\nmemory = \"{memory}\"\n{qemu}{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
-             append = \"{KERNEL_OPTIONS} {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}{net_keys}\n{sections}"
+             append = \"{KERNEL_OPTIONS} rekindle.tick=20{address}{append}\"\n\n{net}{net_keys}\n{sections}"
         )
     }
 

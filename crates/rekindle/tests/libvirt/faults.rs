@@ -1,7 +1,7 @@
 //! Kills each process at each point of a replacement. Afterwards exactly one QEMU has the guest, or libvirt shows the
 //! domain as shut off, and libvirt's daemon accepts connections.
 
-use crate::{assert_continues, boot, qemus_of, rekindle, text};
+use crate::{assert_continues, boot, qemus_of, rekindle, text, wait_shut_off};
 use rekindle_testing::libvirt::{Domain, PrivateLibvirt};
 use rekindle_testing::{DEADLINE, wait_for};
 use rekindle_vm::fault::DOMAIN_POINTS;
@@ -173,10 +173,7 @@ fn inject(libvirt: &PrivateLibvirt, domain: &Domain<'_>, fault: &str) -> Result<
     wait_for("libvirt's daemon", DEADLINE, || libvirt.try_virsh(&["uri"]).ok());
     let qemus = qemus_of(&domain.name);
     if qemus.is_empty() {
-        // A domain that was made by `virsh create` does not exist when it is shut off. libvirt needs a moment to see
-        // that its QEMU has ended.
-        let is_gone = || libvirt.try_virsh(&["domstate", &domain.name]).is_err().then_some(());
-        wait_for("libvirt to drop the domain", DEADLINE, is_gone);
+        wait_shut_off(libvirt, domain);
         return Ok(ShutOff);
     }
     match (domain.state().as_str(), qemus.as_slice()) {

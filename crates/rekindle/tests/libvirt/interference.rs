@@ -1,7 +1,7 @@
 //! What others do while libvirt's daemon is stopped, or after Rekindle was killed: an administrator, the guest, a QEMU
 //! that hangs.
 
-use crate::{assert_continues, boot, qemus_of, rekindle, text};
+use crate::{assert_continues, boot, qemus_of, rekindle, text, wait_shut_off};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::Qmp;
@@ -119,9 +119,7 @@ fn a_guest_that_powers_off_while_the_daemon_is_stopped_is_shut_off() {
     drop(qmp);
     assert_exit(&replacement.finish(), 1, "has shut down");
     wait_for_daemon(&libvirt);
-    wait_for("the end of the domain", DEADLINE, || {
-        libvirt.try_virsh(&["domstate", &domain.name]).is_err().then_some(())
-    });
+    wait_shut_off(&libvirt, &domain);
     assert!(qemus_of(&domain.name).is_empty());
 }
 

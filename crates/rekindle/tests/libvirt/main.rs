@@ -6,6 +6,7 @@ mod changes;
 mod daemon;
 mod disk_page;
 mod faults;
+mod in_place;
 mod interference;
 mod page;
 mod plugged;
@@ -22,7 +23,7 @@ mod vnc;
 use rekindle_kernel::process::Process;
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
-use rekindle_testing::{DEADLINE, poll};
+use rekindle_testing::{DEADLINE, poll, wait_for};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -72,6 +73,13 @@ fn assert_continues(domain: &Domain<'_>, boot_id: &str) {
     domain.ask("drop-caches");
     domain.ask(&format!("read vda 0 {DISK_BLOCKS}"));
     vnc::assert_greets(domain);
+}
+
+/// Waits until libvirt has seen the end of a domain that was made by `virsh create`. Such a domain does not exist when it is
+/// shut off.
+fn wait_shut_off(libvirt: &PrivateLibvirt, domain: &Domain<'_>) {
+    let is_gone = || libvirt.try_virsh(&["domstate", &domain.name]).is_err().then_some(());
+    wait_for("libvirt to drop the domain", DEADLINE, is_gone);
 }
 
 /// Returns the processes of the QEMUs of a domain.

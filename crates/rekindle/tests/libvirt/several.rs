@@ -117,7 +117,7 @@ fn all_domains_of_libvirt_are_planned_and_paused_and_attached_ones_are_skipped()
         ["possible", "rejected", "paused", "attached"].map(|name| libvirt.create(&DomainOptions::new(name)));
     limit_memory(&libvirt, &rejected);
     libvirt.virsh(&["suspend", &paused.name]);
-    let adopted = rekindle(&["attach", &attached.name, "--libvirt", &attached.name]).output().unwrap();
+    let adopted = rekindle(&["attach", "web", "--libvirt", &attached.name]).output().unwrap();
     assert!(adopted.status.success(), "{}", text(&adopted));
     let processes = [&possible, &rejected, &paused, &attached].map(Domain::process);
     let daemon = libvirt.daemon();
@@ -128,17 +128,21 @@ fn all_domains_of_libvirt_are_planned_and_paused_and_attached_ones_are_skipped()
     let has_line = |domain: &Domain<'_>, start: &str| lines.contains(&format!("{}: {start}", domain.name));
     assert!(has_line(&possible, "would replace QEMU") && has_line(&rejected, "not possible"), "{lines}");
     assert!(has_line(&paused, "would skip it: libvirt reports it as paused"), "{lines}");
-    assert!(has_line(&attached, "would skip it: it is attached"), "{lines}");
+    assert!(has_line(&attached, "would skip it: it is attached as web"), "{lines}");
     assert_eq!(libvirt.daemon(), daemon);
 
     // What is skipped is no failure.
     libvirt.virsh(&["destroy", &rejected.name]);
     let output = rekindle(&["replace-qemu", "--all-libvirt"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
-    assert!(text(&output).contains(&format!("{}: skipped: it is attached", attached.name)), "{}", text(&output));
+    assert!(text(&output).contains(&format!("{}: skipped: it is attached as web", attached.name)), "{}", text(&output));
     let now: Vec<Process> = [&possible, &paused, &attached].map(Domain::process).into();
     assert_ne!(now[0], processes[0]);
     assert_eq!(now[1..], processes[2..]);
-    let released = rekindle(&["detach", &attached.name]).output().unwrap();
+    let output = rekindle(&["replace-qemu", &attached.name]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("rekindle detach web"), "{}", text(&output));
+    assert_eq!(attached.process(), processes[3]);
+    let released = rekindle(&["detach", "web"]).output().unwrap();
     assert!(released.status.success(), "{}", text(&released));
 }

@@ -14,7 +14,7 @@ use std::process::Command;
 const MACHINE: [&str; 6] = ["-machine", "pc-q35-7.2", "-m", "256", "-cpu", "qemu64"];
 
 /// Boots a guest in a QEMU that has no parent, with a pattern in its memory.
-fn boot(lab: &Lab, binary: &Path) -> ForeignQemu {
+pub(crate) fn boot(lab: &Lab, binary: &Path) -> ForeignQemu {
     let directory = lab.path("bare");
     fs::create_dir(&directory).unwrap();
     let qemu = ForeignQemu::boot(&directory, &QemuOptions::new(binary).arguments(&MACHINE).daemon());
@@ -24,7 +24,7 @@ fn boot(lab: &Lab, binary: &Path) -> ForeignQemu {
 }
 
 /// Returns the command that replaces the QEMU by the one of `binary`.
-fn replacing(lab: &Lab, qemu: &ForeignQemu, binary: &Path) -> Command {
+pub(crate) fn replacing(lab: &Lab, qemu: &ForeignQemu, binary: &Path) -> Command {
     let (socket, binary) = (qemu.path("qmp"), binary.to_str().unwrap());
     lab.command(["replace-qemu", "bare", "--qmp", socket.to_str().unwrap(), "--qemu", binary])
 }
@@ -32,7 +32,7 @@ fn replacing(lab: &Lab, qemu: &ForeignQemu, binary: &Path) -> Command {
 /// Checks that the guest continues, with its memory, in the process of the pid file, which answers at the QMP socket.
 /// Returns that process.
 #[track_caller]
-fn assert_continues(lab: &Lab, qemu: &ForeignQemu, boot_id: &str) -> Process {
+pub(crate) fn assert_continues(lab: &Lab, qemu: &ForeignQemu, boot_id: &str) -> Process {
     wait_for("an answer of the guest", DEADLINE, || qemu.is_up().then_some(()));
     assert_eq!(qemu.ask("boot-id"), boot_id);
     qemu.ask("dirty 0");

@@ -11,6 +11,7 @@ mod bridge;
 mod generation;
 mod helpers;
 mod hugepages;
+mod in_place;
 mod kills;
 mod overlay_faults;
 mod overlays;

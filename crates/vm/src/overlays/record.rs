@@ -228,7 +228,9 @@ fn directory_of(image: &Path, parent: Option<&Path>, vm: Uuid, number: u16) -> R
     }
     let kind = fs::metadata(image).map_err(|e| format!("{}: {e}", image.display()))?.file_type();
     if kind.is_block_device() {
-        return Err("it is a block device: name a directory for its overlays: --overlay-dir DIR".into());
+        return Err(
+            "it is a block device, and a directory for its overlays is not named (protect --overlay-dir DIR)".into()
+        );
     }
     Ok(directory_next_to(image))
 }
