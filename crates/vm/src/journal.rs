@@ -202,9 +202,12 @@ pub struct PassedParts {
     /// Numbers in the destination at which the listening sockets of its VNC server are open; `None` without a server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vec<RawFd>>,
+    /// The stand-ins at which its VNC server listens, if it has websockets.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vnc_stand_ins: Vec<PassedStandIn>,
     /// Its SPICE server; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub spice: Option<PassedSpiceServer>,
+    pub spice: Option<PassedStandIn>,
     /// The emulator of its TPM; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpm: Option<PassedTpm>,
@@ -283,9 +286,9 @@ pub struct PassedFile {
     pub waiting: PathBuf,
 }
 
-/// A SPICE server of the destination.
+/// A listening socket of the source, and the stand-in at which a server of the destination listens until it gets it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PassedSpiceServer {
+pub struct PassedStandIn {
     /// The number at which the source's listening socket is open.
     pub listener: RawFd,
     /// Path of the Unix socket that the server has made in its place.

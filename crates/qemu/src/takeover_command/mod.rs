@@ -11,6 +11,7 @@
 //! | taps: `ifname=`, `script=`, `br=` | `fd=N`, `vhostfd=N` |
 //! | forwarded ports of user networks | none; they are added after the source has stopped |
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
+//! | addresses of a VNC server with websockets | stand-ins, which the source's listening sockets replace then |
 //! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
 //! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
@@ -79,6 +80,7 @@ mod plugged;
 mod plugged_ports;
 mod rules;
 pub mod spice;
+pub mod stand_in;
 mod tpm;
 pub mod vnc;
 
@@ -97,6 +99,7 @@ use crate::syntax::Syntax;
 use descriptors::Numbers;
 use rules::TakeoverRule;
 use serde_json::Value;
+use stand_in::StandIn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::ops::RangeFrom;
@@ -157,7 +160,7 @@ pub struct CommandLine {
     pub descriptors: BTreeMap<RawFd, Descriptor>,
     /// Forwarded ports, to be added when the source has stopped. Another rewrite of `arguments` does not find them.
     pub forwards: Vec<Forward>,
-    /// The VNC server. It listens nowhere until it gets the source's sockets.
+    /// The VNC server.
     pub vnc_server: Option<PassedVncServer>,
     /// The SPICE server. It listens at a stand-in until that is replaced.
     pub spice_server: Option<PassedSpiceServer>,
@@ -211,8 +214,10 @@ pub enum Descriptor {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PassedVncServer {
     pub id: String,
-    /// The numbers at which its listening sockets are open.
+    /// The numbers at which its listening sockets are open. It listens nowhere until it gets them.
     pub listeners: Vec<RawFd>,
+    /// The stand-ins at which a server with websockets listens instead.
+    pub stand_ins: Vec<StandIn>,
     /// Whether it accepts no client until it gets the password.
     pub needs_password: bool,
 }

@@ -1,17 +1,12 @@
 //! A SPICE server, which QEMU can bind only to an address of its own: it accepts no listening socket as a descriptor.
 //!
-//! The destination's server listens at a *stand-in*: a Unix socket in a directory of its manager's, to which only the
-//! user of the QEMUs has access. When the source has been frozen, its listening socket takes the place of the stand-in,
-//! at the same number. The command line keeps the port: the next replacement finds the socket by it.
+//! The destination's server listens at a [stand-in](super::stand_in) until the source has been frozen. The command line
+//! keeps the port: the next replacement finds the socket by it.
 
-use super::{ListenAddress, PassedSpiceServer, Rewriter, SourceDescriptor, open_descriptors};
+use super::{ListenAddress, PassedSpiceServer, Rewriter};
 use crate::foreign::CommandOption;
 use crate::qmp::{Qmp, QmpError};
-use rekindle_kernel::process::Process;
 use serde_json::{Value, json};
-use std::io;
-use std::os::fd::RawFd;
-use std::path::Path;
 
 /// Name of the stand-in of a server that listens on TCP.
 const STAND_IN: &str = "rekindle-spice.sock";
@@ -63,16 +58,6 @@ impl Rewriter<'_> {
 
 fn is_at_port(bound: &ListenAddress, port: u16) -> bool {
     matches!(bound, ListenAddress::Tcp(address) if address.port() == port)
-}
-
-/// Returns the number at which `process` has the stand-in `path` open; `None` if the real socket has replaced it.
-///
-/// # Errors
-/// As for [`open_descriptors`].
-pub fn stand_in_number(process: Process, path: &Path) -> io::Result<Option<RawFd>> {
-    let stand_in = SourceDescriptor::Listener(ListenAddress::Unix(path.to_string_lossy().into_owned()));
-    let open = open_descriptors(process)?;
-    Ok(open.into_iter().find(|(_, descriptor)| *descriptor == stand_in).map(|(number, _)| number))
 }
 
 /// Sets the password of the SPICE server, and when it expires: `now`, `never`, or seconds since 1970.
