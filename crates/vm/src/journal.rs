@@ -205,9 +205,9 @@ pub struct PassedParts {
     /// The stand-ins at which its VNC server listens, if it has websockets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vnc_stand_ins: Vec<PassedStandIn>,
-    /// Its SPICE server; `None` without one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub spice: Option<PassedStandIn>,
+    /// The stand-ins at which its SPICE server listens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub spice_stand_ins: Vec<PassedStandIn>,
     /// The emulator of its TPM; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpm: Option<PassedTpm>,
@@ -293,6 +293,10 @@ pub struct PassedStandIn {
     pub listener: RawFd,
     /// Path of the Unix socket that the server has made in its place.
     pub stand_in: PathBuf,
+    /// The server may make several sockets at this path: whether it has removed this one's file to make the next. `None`
+    /// if it makes one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub is_removed: Option<bool>,
 }
 
 /// A port of the host that a user network forwards to the guest.

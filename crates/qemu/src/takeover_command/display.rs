@@ -114,7 +114,7 @@ impl<'a> Rewriter<'a> {
             } else {
                 options.add("vnc", &text);
             }
-            stand_ins.push(StandIn { listener, path });
+            stand_ins.push(StandIn { listener, path, is_removed: None });
         }
         stand_ins
     }

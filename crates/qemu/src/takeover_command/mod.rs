@@ -12,7 +12,7 @@
 //! | forwarded ports of user networks | none; they are added after the source has stopped |
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
 //! | addresses of a VNC server with websockets | stand-ins, which the source's listening sockets replace then |
-//! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
+//! | addresses of a SPICE server | stand-ins, which the source's listening sockets replace then |
 //! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
@@ -162,7 +162,7 @@ pub struct CommandLine {
     pub forwards: Vec<Forward>,
     /// The VNC server.
     pub vnc_server: Option<PassedVncServer>,
-    /// The SPICE server. It listens at a stand-in until that is replaced.
+    /// The SPICE server.
     pub spice_server: Option<PassedSpiceServer>,
     /// The file that must name the destination's process.
     pub pid_file: Option<String>,
@@ -225,10 +225,8 @@ pub struct PassedVncServer {
 /// A SPICE server of the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PassedSpiceServer {
-    /// The number at which the source's listening socket is open.
-    pub listener: RawFd,
-    /// Path of the Unix socket that the server has made in its place.
-    pub stand_in: String,
+    /// The stand-ins at which it listens until they are replaced.
+    pub stand_ins: Vec<StandIn>,
     /// Whether it accepts no client until it gets the password.
     pub needs_password: bool,
 }

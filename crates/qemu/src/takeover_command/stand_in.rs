@@ -5,6 +5,7 @@
 //! number.
 
 use super::{ListenAddress, SourceDescriptor, open_descriptors};
+use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use std::io;
 use std::os::fd::RawFd;
@@ -17,14 +18,26 @@ pub struct StandIn {
     pub listener: RawFd,
     /// Path of the Unix socket that the server has made in its place.
     pub path: String,
+    /// A server may make several sockets at the same path: whether it has removed this one's file to make the next. `None`
+    /// if it makes one.
+    pub is_removed: Option<bool>,
 }
 
 /// Returns the number at which `process` has the stand-in `path` open; `None` if the real socket has replaced it.
+/// `is_removed` as in [`StandIn`].
 ///
 /// # Errors
-/// As for [`open_descriptors`].
-pub fn number(process: Process, path: &Path) -> io::Result<Option<RawFd>> {
+/// As for [`open_descriptors`] and [`descriptor::is_socket_file_removed`].
+pub fn number(process: Process, path: &Path, is_removed: Option<bool>) -> io::Result<Option<RawFd>> {
     let stand_in = SourceDescriptor::Listener(ListenAddress::Unix(path.to_string_lossy().into_owned()));
-    let open = open_descriptors(process)?;
-    Ok(open.into_iter().find(|(_, descriptor)| *descriptor == stand_in).map(|(number, _)| number))
+    for (number, open) in open_descriptors(process)? {
+        if open != stand_in {
+            continue;
+        }
+        let Some(is_removed) = is_removed else { return Ok(Some(number)) };
+        if descriptor::is_socket_file_removed(process, number)? == is_removed {
+            return Ok(Some(number));
+        }
+    }
+    Ok(None)
 }

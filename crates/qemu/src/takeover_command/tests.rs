@@ -205,8 +205,8 @@ fn a_vnc_server_with_a_websocket_gets_stand_ins() {
                     websocket=unix:/domain/rekindle-websocket-127.0.0.1:5700 ";
     let stand_ins = |websocket, ordinary| {
         vec![
-            StandIn { listener: websocket, path: "/domain/rekindle-websocket-127.0.0.1:5700".into() },
-            StandIn { listener: ordinary, path: "/domain/rekindle-vnc-127.0.0.1:5901".into() },
+            StandIn { listener: websocket, path: "/domain/rekindle-websocket-127.0.0.1:5700".into(), is_removed: None },
+            StandIn { listener: ordinary, path: "/domain/rekindle-vnc-127.0.0.1:5901".into(), is_removed: None },
         ]
     };
     let line = rewrite_line(given, &facts, &open, syntax).unwrap();
@@ -253,8 +253,9 @@ fn a_spice_server_gets_a_stand_in_and_its_listening_socket() {
     let server = "-spice port=5900,addr=/domain/rekindle-spice.sock,disable-ticketing=on,unix=on \
                   -chardev spicevmc,id=c,name=vdagent -device qxl-vga,id=v";
     assert!(text.contains(server), "{text}");
-    let passed = |listener, stand_in: &str, needs_password| {
-        Some(PassedSpiceServer { listener, stand_in: stand_in.into(), needs_password })
+    let passed = |listener, path: &str, needs_password| {
+        let stand_in = StandIn { listener, path: path.into(), is_removed: None };
+        Some(PassedSpiceServer { stand_ins: vec![stand_in], needs_password })
     };
     assert_eq!(line.spice_server, passed(7, "/domain/rekindle-spice.sock", false));
     assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
@@ -275,10 +276,30 @@ fn a_spice_server_gets_a_stand_in_and_its_listening_socket() {
 }
 
 #[test]
+fn a_spice_server_with_tls_gets_two_stand_ins_at_one_path() {
+    const PATH: &str = "/domain/rekindle-spice.sock";
+    let stand_in = |listener, is_removed| StandIn { listener, path: PATH.into(), is_removed: Some(is_removed) };
+    let both = "port=5900,tls-port=5901,tls-channel=main,tls-channel=inputs,disable-ticketing=on";
+    let open = [(4, tcp("127.0.0.1:5900")), (5, tcp("127.0.0.1:5901"))];
+    // The command line of an earlier replacement, too.
+    for address in ["addr=127.0.0.1".to_owned(), format!("unix=on,addr={PATH}")] {
+        let line = rewrite_line(&format!("-spice {both},{address}"), &facts(&[]), &open, Syntax::default()).unwrap();
+        let spice = line.arguments.iter().skip_while(|word| *word != "-spice").nth(1).unwrap();
+        assert!(spice.starts_with(both) && spice.contains("unix=on") && spice.contains(PATH), "{spice}");
+        assert_eq!(line.spice_server.unwrap().stand_ins, [stand_in(6, true), stand_in(7, false)]);
+        assert_eq!(line.descriptors[&6], Descriptor::Duplicate { source: 4 });
+        assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 5 });
+    }
+    let line = rewrite_line("-spice tls-port=5901", &facts(&[]), &open, Syntax::default()).unwrap();
+    assert_eq!(line.spice_server.unwrap().stand_ins, [stand_in(6, false)]);
+}
+
+#[test]
 fn a_spice_server_that_cannot_be_passed_on_is_named() {
     let two = [(4, tcp("127.0.0.1:5900")), (5, tcp("127.0.0.2:5900"))];
     assert_eq!(refused("-spice port=5900", &facts(&[]), &two), ["-spice"]);
-    assert_eq!(refused("-spice port=5900,tls-port=5901", &facts(&[]), &two[..1]), ["-spice tls-port"]);
+    assert_eq!(refused("-spice port=5900,tls-port=5901", &facts(&[]), &two[..1]), ["-spice"]);
+    assert_eq!(refused("-spice tls-port=5901,unix=on,addr=/s", &facts(&[]), &[(4, unix("/s"))]), ["-spice"]);
 }
 
 #[test]
@@ -325,7 +346,6 @@ fn everything_that_cannot_be_taken_over_is_named() {
         ("-netdev stream,id=n,addr.type=unix,addr.path=/p", "-netdev stream,id=n"),
         ("-nic tap,ifname=t0", "-nic tap,ifname=t0"),
         ("-spice port=1", "-spice"),
-        ("-spice tls-port=1", "-spice tls-port"),
         ("-display gtk", "-display gtk"),
         ("-drive file=/d,snapshot=on", "-drive file=/d,snapshot=on"),
         ("-set netdev.n.vhost=on", "-set netdev.n.vhost=on"),

@@ -8,7 +8,7 @@ use super::{DomainError, daemon, record_copy};
 use crate::error::RebootError;
 use crate::unprepared::environment::vcpus;
 use crate::unprepared::give::{Passwords, end_source, give};
-use crate::unprepared::{passed, vnc};
+use crate::unprepared::{passed, stand_in, vnc};
 use rekindle_handover::Handover;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::domains::CHARDEV_PREFIX;
@@ -99,6 +99,7 @@ pub(super) fn give_back(mut handover: Handover, destination: Vmm, mut qmp: Qmp) 
 pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
     let libvirt = operation(handover)?;
     vnc::rehearse(handover.name(), passed(handover)?, qmp)?;
+    stand_in::rehearse(handover.name(), passed(handover)?, destination)?;
     let record = StatusFile::read(&libvirt.status_file)?;
     record.edited(&edit(libvirt, destination, qmp)?)?;
     Ok(record_copy::keep(&handover.rundir, &record)?)

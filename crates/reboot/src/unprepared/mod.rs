@@ -67,7 +67,7 @@ pub(crate) fn passed_parts(inspected: &Inspected) -> PassedParts {
         forwards: forwards.clone(),
         vnc: vnc::listeners(&baseline.line),
         vnc_stand_ins: vnc::stand_ins(&baseline.line),
-        spice: spice::server(&baseline.line),
+        spice_stand_ins: spice::stand_ins(&baseline.line),
         tpm: tpm.as_ref().map(|tpm| tpm.passed.clone()),
     }
 }

@@ -1,4 +1,4 @@
-//! The SPICE server of a guest. The destination's server listens at a [stand-in](super::stand_in).
+//! The SPICE server of a guest. The destination's server listens at [stand-ins](super::stand_in).
 //!
 //! Clients that are connected lose their connection with the source, and connect again. A USB device that a client has
 //! redirected prevents the replacement.
@@ -10,17 +10,13 @@ use rekindle_libvirt::graphics_password::GraphicsPassword;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{CommandLine, spice};
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
-use std::path::PathBuf;
-use std::slice;
 
-/// Returns what the journal has of the guest's SPICE server; `None` without one.
-pub(crate) fn server(line: &CommandLine) -> Option<PassedStandIn> {
-    line.spice_server
-        .as_ref()
-        .map(|server| PassedStandIn { listener: server.listener, stand_in: PathBuf::from(&server.stand_in) })
+/// Returns the stand-ins at which the destination's SPICE server listens.
+pub(crate) fn stand_ins(line: &CommandLine) -> Vec<PassedStandIn> {
+    line.spice_server.as_ref().map(|server| stand_in::passed(&server.stand_ins)).unwrap_or_default()
 }
 
-/// Gives the destination's SPICE server its `password`, then the listening socket. Can be repeated.
+/// Gives the destination's SPICE server its `password`, then the listening sockets. Can be repeated.
 ///
 /// *Needs:* the source is frozen, or has ended.
 ///
@@ -34,8 +30,7 @@ pub(crate) fn pass(
     destination: Process,
     qmp: &mut Qmp,
 ) -> Result<(), RebootError> {
-    let Some(server) = &passed.spice else { return Ok(()) };
-    let waiting = stand_in::waiting(destination, slice::from_ref(server))?;
+    let waiting = stand_in::waiting(destination, &passed.spice_stand_ins)?;
     if !waiting.is_empty() {
         // The password comes first: no client may connect without.
         if let Some(password) = password {
@@ -49,5 +44,5 @@ pub(crate) fn pass(
         }
         stand_in::replace(destination, &waiting)?;
     }
-    stand_in::remove(server)
+    passed.spice_stand_ins.iter().try_for_each(stand_in::remove)
 }

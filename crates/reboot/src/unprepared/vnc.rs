@@ -16,7 +16,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{CommandLine, vnc};
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::os::fd::{OwnedFd, RawFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Returns the numbers in the destination at which the listening sockets of its VNC server are open; `None` without a
 /// server.
@@ -26,10 +26,7 @@ pub(crate) fn listeners(line: &CommandLine) -> Option<Vec<RawFd>> {
 
 /// Returns the stand-ins at which the destination's VNC server listens.
 pub(crate) fn stand_ins(line: &CommandLine) -> Vec<PassedStandIn> {
-    let stand_ins = line.vnc_server.iter().flat_map(|server| &server.stand_ins);
-    stand_ins
-        .map(|stand_in| PassedStandIn { listener: stand_in.listener, stand_in: PathBuf::from(&stand_in.path) })
-        .collect()
+    line.vnc_server.as_ref().map(|server| stand_in::passed(&server.stand_ins)).unwrap_or_default()
 }
 
 /// Rejects a destination that cannot get listening sockets for VNC.
