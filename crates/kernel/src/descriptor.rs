@@ -3,7 +3,8 @@
 use crate::inject::{Call, InjectError, Injector, StoppedThread};
 use crate::memory;
 use crate::process::Process;
-use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use rustix::fs::fstat;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use std::io::{self, IoSlice};
@@ -21,6 +22,30 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
         let e = io::Error::from(e);
         io::Error::new(e.kind(), format!("descriptor {fd} of process {}: {e}", process.pid))
     })
+}
+
+/// Opens the file that a Unix socket was bound to (`linux/un.h`).
+const SIOCUNIXFILE: libc::c_int = 0x89e0;
+
+mod ioctl {
+    #![allow(missing_docs)]
+    nix::ioctl_write_int_bad!(open_unix_file, super::SIOCUNIXFILE);
+}
+
+/// Returns whether the file that the Unix socket `fd` of `process` was bound to has been removed. A later socket may have
+/// the same path.
+///
+/// # Errors
+/// As for [`take`]; `PermissionDenied` also without `CAP_NET_ADMIN`, `NotFound` also if the socket was bound to no file.
+/// The error names the descriptor.
+pub fn is_socket_file_removed(process: Process, fd: RawFd) -> io::Result<bool> {
+    let socket = take(process, fd)?;
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("file of socket {fd} of process {}: {e}", process.pid));
+    // SAFETY: the call reads no memory of this process.
+    let file = unsafe { ioctl::open_unix_file(socket.as_raw_fd(), 0) }.map_err(|e| named(e.into()))?;
+    // SAFETY: the call has returned a new descriptor, which nothing else owns.
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    Ok(fstat(&file).map_err(|e| named(e.into()))?.st_nlink == 0)
 }
 
 /// Gives the process a duplicate of `descriptor`, which is closed on exec, and returns its number there. The process
@@ -169,6 +194,7 @@ mod tests {
     use super::*;
     use std::io::{BufRead, BufReader, Read, Write};
     use std::os::fd::{AsFd, AsRawFd};
+    use std::os::unix::net::UnixListener;
     use std::process::{Command, Stdio};
 
     #[test]
@@ -183,6 +209,21 @@ mod tests {
         assert_eq!(line, "through the back door\n");
         drop(child.stdin.take());
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn sockets_at_one_path_are_distinguished() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let first = UnixListener::bind(&path).unwrap();
+        let is_removed = |socket: &UnixListener| {
+            is_socket_file_removed(Process::of(std::process::id()).unwrap(), socket.as_raw_fd())
+        };
+        assert!(!is_removed(&first).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        let second = UnixListener::bind(&path).unwrap();
+        assert!(is_removed(&first).unwrap());
+        assert!(!is_removed(&second).unwrap());
     }
 
     #[test]

@@ -90,6 +90,14 @@ impl Options {
         }
     }
 
+    /// Adds a text of a key that may occur several times. In JSON, it replaces the present one.
+    pub fn add(&mut self, key: &str, text: &str) {
+        match self {
+            Self::Pairs(pairs) => pairs.push((key.into(), Some(text.into()))),
+            Self::Json(_) => self.set(key, text),
+        }
+    }
+
     /// Sets a key to `on` or `off`, like [`Options::set`]. In JSON, QEMU accepts only a Boolean there.
     pub fn set_switch(&mut self, key: &str, on: bool) {
         match self {

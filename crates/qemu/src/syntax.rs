@@ -7,6 +7,9 @@ use serde_json::json;
 /// Milliseconds until QEMU reconnects to a disk server that has ended.
 const RECONNECT_MS: u32 = 100;
 
+/// The first QEMU with `websocket=unix:PATH`, by major and minor version. QEMU does not report it as a feature.
+const FIRST_WITH_WEBSOCKET_PATHS: (u32, u32) = (8, 2);
+
 /// The spelling of options that a QEMU accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Syntax {
@@ -16,12 +19,14 @@ pub struct Syntax {
     pub monitor_objects: bool,
     /// `-name` takes `debug-threads`, which is deprecated since QEMU 11, where threads always have names.
     pub thread_names: bool,
+    /// `-vnc` takes `websocket=unix:PATH`.
+    pub websocket_paths: bool,
 }
 
 /// Defaults to the syntax of the oldest supported QEMU.
 impl Default for Syntax {
     fn default() -> Self {
-        Self { reconnect_ms: false, monitor_objects: false, thread_names: true }
+        Self { reconnect_ms: false, monitor_objects: false, thread_names: true, websocket_paths: false }
     }
 }
 
@@ -66,6 +71,7 @@ impl Syntax {
             reconnect_ms,
             monitor_objects: has(&monitor_types, "monitor-qmp"),
             thread_names: options.iter().any(|option| has(&option.parameters, "debug-threads")),
+            websocket_paths: (qmp.version().major, qmp.version().minor) >= FIRST_WITH_WEBSOCKET_PATHS,
         })
     }
 

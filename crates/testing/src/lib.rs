@@ -19,6 +19,7 @@ pub mod spice;
 pub mod tools;
 pub mod tpm;
 pub mod traffic;
+pub mod websocket;
 
 use std::thread;
 use std::time::{Duration, Instant};

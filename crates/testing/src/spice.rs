@@ -13,6 +13,7 @@ const TICKET_BYTES: usize = 128;
 /// The channel of a session that must be opened first.
 const MAIN_CHANNEL: u8 = 1;
 const NO_ERROR: u32 = 0;
+const NEEDS_TLS: u32 = 5;
 const PERMISSION_DENIED: u32 = 7;
 
 /// Logs in. `password` is empty for a server without. `PermissionDenied` if the server rejects it.
@@ -26,7 +27,8 @@ pub fn log_in(stream: &mut (impl Read + Write), password: &str) -> io::Result<()
     }
 }
 
-/// Opens the main channel without capabilities, and returns the server's public key.
+/// Opens the main channel without capabilities, and returns the server's public key. `ConnectionRefused` if the server
+/// has this channel only with TLS.
 pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<[u8; KEY_BYTES]> {
     // Number of the session, channel and its number, no capabilities, and where these would be.
     let mut message = 0_u32.to_le_bytes().to_vec();
@@ -46,7 +48,11 @@ pub fn greet(stream: &mut (impl Read + Write)) -> io::Result<[u8; KEY_BYTES]> {
     let mut reply = vec![0; read_u32(stream)? as usize];
     stream.read_exact(&mut reply)?;
     let (error, rest) = reply.split_first_chunk().expect("an error code");
-    assert_eq!(u32::from_le_bytes(*error), NO_ERROR);
+    match u32::from_le_bytes(*error) {
+        NO_ERROR => {}
+        NEEDS_TLS => return Err(ErrorKind::ConnectionRefused.into()),
+        error => return Err(Error::other(format!("SPICE error {error}"))),
+    }
     Ok(*rest.first_chunk().expect("a public key"))
 }
 

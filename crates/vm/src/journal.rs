@@ -215,9 +215,12 @@ pub struct PassedParts {
     /// Numbers in the destination at which the listening sockets of its VNC server are open; `None` without a server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vec<RawFd>>,
-    /// Its SPICE server; `None` without one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub spice: Option<PassedSpiceServer>,
+    /// The stand-ins at which its VNC server listens, if it has websockets.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vnc_stand_ins: Vec<PassedStandIn>,
+    /// The stand-ins at which its SPICE server listens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub spice_stand_ins: Vec<PassedStandIn>,
     /// The emulator of its TPM; `None` without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpm: Option<PassedTpm>,
@@ -296,13 +299,17 @@ pub struct PassedFile {
     pub waiting: PathBuf,
 }
 
-/// A SPICE server of the destination.
+/// A listening socket of the source, and the stand-in at which a server of the destination listens until it gets it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PassedSpiceServer {
+pub struct PassedStandIn {
     /// The number at which the source's listening socket is open.
     pub listener: RawFd,
     /// Path of the Unix socket that the server has made in its place.
     pub stand_in: PathBuf,
+    /// The server may make several sockets at this path: whether it has removed this one's file to make the next. `None`
+    /// if it makes one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub is_removed: Option<bool>,
 }
 
 /// A port of the host that a user network forwards to the guest.

@@ -78,7 +78,7 @@ fn each_qemu_is_given_the_options_that_it_knows() {
     assert!(old.contains("disk-disk0.sock,reconnect=1 "), "{old}");
     assert!(old.contains("-mon chardev=save,mode=control"), "{old}");
     assert!(old.contains("guest=a,,b,debug-threads=on "), "{old}");
-    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: false };
+    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: false, websocket_paths: true };
     let new = text_for(&hardware, Start::Boot, newest);
     assert!(new.contains("disk-disk0.sock,reconnect-ms=100 "), "{new}");
     assert!(new.contains("-object monitor-qmp,id=save-monitor,chardev=save"), "{new}");

@@ -11,7 +11,8 @@
 //! | taps: `ifname=`, `script=`, `br=` | `fd=N`, `vhostfd=N` |
 //! | forwarded ports of user networks | none; they are added after the source has stopped |
 //! | address of a VNC server | none; the server gets the source's listening sockets when the source has been frozen |
-//! | address of a SPICE server | a stand-in, which the source's listening socket replaces then |
+//! | addresses of a VNC server with websockets | stand-ins, which the source's listening sockets replace then |
+//! | addresses of a SPICE server | stand-ins, which the source's listening sockets replace then |
 //! | the connection to a TPM's emulator | `fd=N`, a connection to another emulator |
 //! | files of character devices | appended to, not truncated |
 //! | images of disks (`-blockdev`) | those that the disks have now |
@@ -79,6 +80,7 @@ mod plugged;
 mod plugged_ports;
 mod rules;
 pub mod spice;
+pub mod stand_in;
 mod tpm;
 pub mod vnc;
 
@@ -97,6 +99,7 @@ use crate::syntax::Syntax;
 use descriptors::Numbers;
 use rules::TakeoverRule;
 use serde_json::Value;
+use stand_in::StandIn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::ops::RangeFrom;
@@ -157,9 +160,9 @@ pub struct CommandLine {
     pub descriptors: BTreeMap<RawFd, Descriptor>,
     /// Forwarded ports, to be added when the source has stopped. Another rewrite of `arguments` does not find them.
     pub forwards: Vec<Forward>,
-    /// The VNC server. It listens nowhere until it gets the source's sockets.
+    /// The VNC server.
     pub vnc_server: Option<PassedVncServer>,
-    /// The SPICE server. It listens at a stand-in until that is replaced.
+    /// The SPICE server.
     pub spice_server: Option<PassedSpiceServer>,
     /// The file that must name the destination's process.
     pub pid_file: Option<String>,
@@ -211,8 +214,10 @@ pub enum Descriptor {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PassedVncServer {
     pub id: String,
-    /// The numbers at which its listening sockets are open.
+    /// The numbers at which its listening sockets are open. It listens nowhere until it gets them.
     pub listeners: Vec<RawFd>,
+    /// The stand-ins at which a server with websockets listens instead.
+    pub stand_ins: Vec<StandIn>,
     /// Whether it accepts no client until it gets the password.
     pub needs_password: bool,
 }
@@ -220,10 +225,8 @@ pub struct PassedVncServer {
 /// A SPICE server of the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PassedSpiceServer {
-    /// The number at which the source's listening socket is open.
-    pub listener: RawFd,
-    /// Path of the Unix socket that the server has made in its place.
-    pub stand_in: String,
+    /// The stand-ins at which it listens until they are replaced.
+    pub stand_ins: Vec<StandIn>,
     /// Whether it accepts no client until it gets the password.
     pub needs_password: bool,
 }

@@ -148,6 +148,7 @@ fn vnc_facts(servers: &[(&str, &[Address])]) -> RunningFacts {
         family: (*family).into(),
         host: (*host).into(),
         service: (*service).into(),
+        websocket: false,
     };
     let server = |(id, addresses): &(&str, &[Address])| VncServer {
         id: (*id).into(),
@@ -163,7 +164,8 @@ fn a_vnc_server_gets_the_listening_sockets_that_qemu_reports() {
     let open = [(4, tcp("127.0.0.1:5901")), (5, tcp("[::1]:5901")), (6, tcp("127.0.0.1:5900"))];
     let line = rewrite_line("-vnc :1,to=9,password,share=ignore", &facts, &open, Syntax::default()).unwrap();
     assert!(line.arguments.join(" ").contains("-vnc vnc=none,password,share=ignore "), "{:?}", line.arguments);
-    let server = PassedVncServer { id: "default".into(), listeners: vec![7, 8], needs_password: true };
+    let server =
+        PassedVncServer { id: "default".into(), listeners: vec![7, 8], stand_ins: Vec::new(), needs_password: true };
     assert_eq!(line.vnc_server, Some(server));
     assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
     assert_eq!(line.descriptors[&8], Descriptor::Duplicate { source: 5 });
@@ -172,7 +174,8 @@ fn a_vnc_server_gets_the_listening_sockets_that_qemu_reports() {
     let facts = vnc_facts(&[("two", &[("unix", "", "/v")])]);
     let line = rewrite_line("-vnc vnc=none,id=two", &facts, &[(7, unix("/v")), (9, unix("/v"))], Syntax::default());
     let line = line.unwrap();
-    let server = PassedVncServer { id: "two".into(), listeners: vec![10], needs_password: false };
+    let server =
+        PassedVncServer { id: "two".into(), listeners: vec![10], stand_ins: Vec::new(), needs_password: false };
     assert_eq!((&line.descriptors[&10], line.vnc_server), (&Descriptor::Duplicate { source: 7 }, Some(server)));
 }
 
@@ -183,6 +186,60 @@ fn a_vnc_server_that_cannot_be_passed_on_is_named() {
     assert_eq!(refused("-vnc :1,id=other", &one, &[(4, tcp("0.0.0.0:5901"))]), ["VNC server other"]);
     let two = vnc_facts(&[("default", &[]), ("two", &[])]);
     assert_eq!(refused("-vnc none -vnc none,id=two", &two, &[]), ["VNC server default", "VNC server two"]);
+}
+
+/// The facts of a machine whose VNC server listens at the first address, and for websockets at the second.
+fn websocket_facts(ordinary: Address, websocket: Address) -> RunningFacts {
+    let mut facts = vnc_facts(&[("default", &[websocket, ordinary])]);
+    facts.vnc_servers[0].addresses[0].websocket = true;
+    facts
+}
+
+#[test]
+fn a_vnc_server_with_a_websocket_gets_stand_ins() {
+    let syntax = Syntax { websocket_paths: true, ..Syntax::default() };
+    let given = "-vnc 127.0.0.1:1,password=on,websocket=5700,share=ignore";
+    let facts = websocket_facts(("ipv4", "127.0.0.1", "5901"), ("ipv4", "127.0.0.1", "5700"));
+    let open = [(4, tcp("127.0.0.1:5901")), (5, tcp("127.0.0.1:5700"))];
+    let expected = "-vnc vnc=unix:/domain/rekindle-vnc-127.0.0.1:5901,password=on,share=ignore,\
+                    websocket=unix:/domain/rekindle-websocket-127.0.0.1:5700 ";
+    let stand_ins = |websocket, ordinary| {
+        vec![
+            StandIn { listener: websocket, path: "/domain/rekindle-websocket-127.0.0.1:5700".into(), is_removed: None },
+            StandIn { listener: ordinary, path: "/domain/rekindle-vnc-127.0.0.1:5901".into(), is_removed: None },
+        ]
+    };
+    let line = rewrite_line(given, &facts, &open, syntax).unwrap();
+    assert!(line.arguments.join(" ").contains(expected), "{:?}", line.arguments);
+    let server = line.vnc_server.unwrap();
+    assert_eq!((server.listeners, server.stand_ins), (Vec::new(), stand_ins(6, 7)));
+    assert!(server.needs_password);
+    assert_eq!(line.descriptors[&6], Descriptor::Duplicate { source: 5 });
+    assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
+
+    // After an earlier replacement, QEMU reports the stand-ins.
+    let facts = websocket_facts(
+        ("unix", "", "/domain/rekindle-vnc-127.0.0.1:5901"),
+        ("unix", "", "/domain/rekindle-websocket-127.0.0.1:5700"),
+    );
+    let line = rewrite_line(expected.trim(), &facts, &open, syntax).unwrap();
+    assert!(line.arguments.join(" ").contains(expected), "{:?}", line.arguments);
+    assert_eq!(line.vnc_server.unwrap().stand_ins, stand_ins(6, 7));
+}
+
+#[test]
+fn a_websocket_that_cannot_be_passed_on_is_named() {
+    let syntax = Syntax { websocket_paths: true, ..Syntax::default() };
+    let refused = |facts: &RunningFacts, open: &[_], syntax| {
+        let obstacles = rewrite_line("-vnc :1,websocket=on", facts, open, syntax).unwrap_err();
+        obstacles.into_iter().map(|obstacle| obstacle.what).collect::<Vec<_>>()
+    };
+    let tcp_only = websocket_facts(("ipv4", "127.0.0.1", "5901"), ("ipv4", "127.0.0.1", "5701"));
+    let open = [(4, tcp("127.0.0.1:5901")), (5, tcp("127.0.0.1:5701"))];
+    assert_eq!(refused(&tcp_only, &open, Syntax::default()), ["-vnc websocket"]);
+    assert_eq!(refused(&tcp_only, &open[..1], syntax), ["VNC server default"]);
+    let with_path = websocket_facts(("unix", "", "/v"), ("ipv4", "127.0.0.1", "5701"));
+    assert_eq!(refused(&with_path, &[(4, unix("/v")), (5, tcp("127.0.0.1:5701"))], syntax), ["-vnc websocket"]);
 }
 
 #[test]
@@ -196,8 +253,9 @@ fn a_spice_server_gets_a_stand_in_and_its_listening_socket() {
     let server = "-spice port=5900,addr=/domain/rekindle-spice.sock,disable-ticketing=on,unix=on \
                   -chardev spicevmc,id=c,name=vdagent -device qxl-vga,id=v";
     assert!(text.contains(server), "{text}");
-    let passed = |listener, stand_in: &str, needs_password| {
-        Some(PassedSpiceServer { listener, stand_in: stand_in.into(), needs_password })
+    let passed = |listener, path: &str, needs_password| {
+        let stand_in = StandIn { listener, path: path.into(), is_removed: None };
+        Some(PassedSpiceServer { stand_ins: vec![stand_in], needs_password })
     };
     assert_eq!(line.spice_server, passed(7, "/domain/rekindle-spice.sock", false));
     assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 4 });
@@ -218,10 +276,30 @@ fn a_spice_server_gets_a_stand_in_and_its_listening_socket() {
 }
 
 #[test]
+fn a_spice_server_with_tls_gets_two_stand_ins_at_one_path() {
+    const PATH: &str = "/domain/rekindle-spice.sock";
+    let stand_in = |listener, is_removed| StandIn { listener, path: PATH.into(), is_removed: Some(is_removed) };
+    let both = "port=5900,tls-port=5901,tls-channel=main,tls-channel=inputs,disable-ticketing=on";
+    let open = [(4, tcp("127.0.0.1:5900")), (5, tcp("127.0.0.1:5901"))];
+    // The command line of an earlier replacement, too.
+    for address in ["addr=127.0.0.1".to_owned(), format!("unix=on,addr={PATH}")] {
+        let line = rewrite_line(&format!("-spice {both},{address}"), &facts(&[]), &open, Syntax::default()).unwrap();
+        let spice = line.arguments.iter().skip_while(|word| *word != "-spice").nth(1).unwrap();
+        assert!(spice.starts_with(both) && spice.contains("unix=on") && spice.contains(PATH), "{spice}");
+        assert_eq!(line.spice_server.unwrap().stand_ins, [stand_in(6, true), stand_in(7, false)]);
+        assert_eq!(line.descriptors[&6], Descriptor::Duplicate { source: 4 });
+        assert_eq!(line.descriptors[&7], Descriptor::Duplicate { source: 5 });
+    }
+    let line = rewrite_line("-spice tls-port=5901", &facts(&[]), &open, Syntax::default()).unwrap();
+    assert_eq!(line.spice_server.unwrap().stand_ins, [stand_in(6, false)]);
+}
+
+#[test]
 fn a_spice_server_that_cannot_be_passed_on_is_named() {
     let two = [(4, tcp("127.0.0.1:5900")), (5, tcp("127.0.0.2:5900"))];
     assert_eq!(refused("-spice port=5900", &facts(&[]), &two), ["-spice"]);
-    assert_eq!(refused("-spice port=5900,tls-port=5901", &facts(&[]), &two[..1]), ["-spice tls-port"]);
+    assert_eq!(refused("-spice port=5900,tls-port=5901", &facts(&[]), &two[..1]), ["-spice"]);
+    assert_eq!(refused("-spice tls-port=5901,unix=on,addr=/s", &facts(&[]), &[(4, unix("/s"))]), ["-spice"]);
 }
 
 #[test]
@@ -268,7 +346,6 @@ fn everything_that_cannot_be_taken_over_is_named() {
         ("-netdev stream,id=n,addr.type=unix,addr.path=/p", "-netdev stream,id=n"),
         ("-nic tap,ifname=t0", "-nic tap,ifname=t0"),
         ("-spice port=1", "-spice"),
-        ("-spice tls-port=1", "-spice tls-port"),
         ("-display gtk", "-display gtk"),
         ("-drive file=/d,snapshot=on", "-drive file=/d,snapshot=on"),
         ("-set netdev.n.vhost=on", "-set netdev.n.vhost=on"),
@@ -280,8 +357,6 @@ fn everything_that_cannot_be_taken_over_is_named() {
     for (options, expected) in cases {
         assert_eq!(refused(options, &facts(&[]), &[]), [expected], "{options}");
     }
-    let listens_nowhere = vnc_facts(&[("default", &[])]);
-    assert_eq!(refused("-vnc :0,websocket=on", &listens_nowhere, &[]), ["-vnc websocket"]);
     // All at the same time.
     let options = "-gdb tcp::1 -spice port=1 -chardev pipe,id=c,path=/p";
     assert_eq!(refused(options, &facts(&[]), &[]), ["-chardev c", "-gdb", "-spice"]);

@@ -31,6 +31,9 @@ pub struct VncAddress {
     pub host: String,
     /// The port, or the path of a Unix socket.
     pub service: String,
+    /// Whether it accepts browsers' connections (websockets) instead of VNC's.
+    #[serde(default)]
+    pub websocket: bool,
 }
 
 impl VncAddress {

@@ -12,7 +12,7 @@ use crate::unprepared::inspect::{Inspected, check_run_directory};
 use crate::unprepared::recover::{GuestPlace, ResumedDestination, place, resume_destination};
 use crate::unprepared::start::{Waiting, place_threads, start_destination};
 use crate::unprepared::{
-    DESTINATION_GENERATION, OPERATION, UnpreparedError, passed, passed_parts, pid_file, vnc, way_back,
+    DESTINATION_GENERATION, OPERATION, UnpreparedError, passed, passed_parts, pid_file, stand_in, vnc, way_back,
 };
 use crate::vmm::{QemuInfo, RUN_STATE_TIMEOUT, RebootReport, ReplacementPlan, VmOutcome, VmPlan};
 use rekindle_handover::ram_transfer::RamTransfer;
@@ -60,7 +60,10 @@ fn try_replace(host: &Host, name: &str, options: &BareOptions) -> Result<RebootR
     let (_lock, mut handover) = begin(host, &mut guest, recorder).map_err(Failure::unchanged)?;
     handover.pass("replace.prepare.journalled");
     let log = log_of(guest.inspected.baseline.adopted.pid);
-    let rehearse = |handover: &Handover, _, qmp: &mut Qmp| vnc::rehearse(handover.name(), passed(handover)?, qmp);
+    let rehearse = |handover: &Handover, destination, qmp: &mut Qmp| {
+        vnc::rehearse(handover.name(), passed(handover)?, qmp)?;
+        stand_in::rehearse(handover.name(), passed(handover)?, destination)
+    };
     let waiting = match start_destination(&mut handover, &mut guest.inspected, log.as_deref(), rehearse) {
         Ok(waiting) => waiting,
         Err(error) => {

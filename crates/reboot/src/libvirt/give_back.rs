@@ -9,7 +9,7 @@ use crate::error::RebootError;
 use crate::unprepared::environment::vcpus;
 use crate::unprepared::give::{Passwords, end_source, finish_move, give};
 use crate::unprepared::recover::ResumedDestination;
-use crate::unprepared::{passed, vnc};
+use crate::unprepared::{passed, stand_in, vnc};
 use rekindle_handover::Handover;
 use rekindle_handover::moved_ram::{MoveReport, RamMove};
 use rekindle_kernel::process::Process;
@@ -112,6 +112,7 @@ pub(super) fn give_back(mut handover: Handover, resumed: ResumedDestination) -> 
 pub(super) fn rehearse(handover: &Handover, destination: Process, qmp: &mut Qmp) -> Result<(), RebootError> {
     let libvirt = operation(handover)?;
     vnc::rehearse(handover.name(), passed(handover)?, qmp)?;
+    stand_in::rehearse(handover.name(), passed(handover)?, destination)?;
     let record = StatusFile::read(&libvirt.status_file)?;
     record.edited(&edit(libvirt, destination, qmp)?)?;
     Ok(record_copy::keep(&handover.rundir, &record)?)

@@ -16,6 +16,7 @@
 //! | `hand_over` | the hand-over of the guest |
 //! | `give` | what the destination gets when the source is frozen: listening sockets |
 //! | `vnc`, `spice` | servers that show the screen |
+//! | `stand_in` | sockets at which such a server listens first |
 //! | `pid_file` | files that name a process |
 //! | `tpm` | the emulator of the guest's TPM |
 //! | `forwards` | ports that user networks forward |
@@ -38,6 +39,7 @@ pub(crate) mod recheck;
 pub(crate) mod recover;
 pub(crate) mod source;
 pub(crate) mod spice;
+pub(crate) mod stand_in;
 pub(crate) mod start;
 pub(crate) mod tpm;
 pub(crate) mod vnc;
@@ -64,7 +66,8 @@ pub(crate) fn passed_parts(inspected: &Inspected) -> PassedParts {
         listeners: listeners.clone(),
         forwards: forwards.clone(),
         vnc: vnc::listeners(&baseline.line),
-        spice: spice::server(&baseline.line),
+        vnc_stand_ins: vnc::stand_ins(&baseline.line),
+        spice_stand_ins: spice::stand_ins(&baseline.line),
         tpm: tpm.as_ref().map(|tpm| tpm.passed.clone()),
     }
 }

@@ -1,30 +1,22 @@
-//! The SPICE server of a guest. The destination's server listens at a stand-in. When the
-//! source has been frozen, the source's listening socket takes its place: connections that arrive meanwhile wait. After
-//! a failure the source continues with its own socket.
+//! The SPICE server of a guest. The destination's server listens at [stand-ins](super::stand_in).
 //!
 //! Clients that are connected lose their connection with the source, and connect again. A USB device that a client has
 //! redirected prevents the replacement.
 
+use super::stand_in;
 use crate::error::{RebootError, with_causes};
-use rekindle_kernel::descriptor;
-use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::graphics_password::GraphicsPassword;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{CommandLine, spice};
-use rekindle_vm::journal::{PassedParts, PassedSpiceServer};
-use std::fs;
-use std::io::{self, ErrorKind};
-use std::path::{Path, PathBuf};
+use rekindle_vm::journal::{PassedParts, PassedStandIn};
 
-/// Returns what the journal has of the guest's SPICE server; `None` without one.
-pub(crate) fn server(line: &CommandLine) -> Option<PassedSpiceServer> {
-    line.spice_server
-        .as_ref()
-        .map(|server| PassedSpiceServer { listener: server.listener, stand_in: PathBuf::from(&server.stand_in) })
+/// Returns the stand-ins at which the destination's SPICE server listens.
+pub(crate) fn stand_ins(line: &CommandLine) -> Vec<PassedStandIn> {
+    line.spice_server.as_ref().map(|server| stand_in::passed(&server.stand_ins)).unwrap_or_default()
 }
 
-/// Gives the destination's SPICE server its `password`, then the listening socket. Can be repeated.
+/// Gives the destination's SPICE server its `password`, then the listening sockets. Can be repeated.
 ///
 /// *Needs:* the source is frozen, or has ended.
 ///
@@ -38,9 +30,8 @@ pub(crate) fn pass(
     destination: Process,
     qmp: &mut Qmp,
 ) -> Result<(), RebootError> {
-    let Some(server) = &passed.spice else { return Ok(()) };
-    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/fd", destination.pid)));
-    if let Some(number) = spice::stand_in_number(destination, &server.stand_in).map_err(&untraceable)? {
+    let waiting = stand_in::waiting(destination, &passed.spice_stand_ins)?;
+    if !waiting.is_empty() {
         // The password comes first: no client may connect without.
         if let Some(password) = password {
             match spice::set_password(qmp, &password.text, &password.qemu_expiry()) {
@@ -51,18 +42,7 @@ pub(crate) fn pass(
                 set => set?,
             }
         }
-        let injector = Injector::new(destination).map_err(|e| untraceable(e.into()))?;
-        descriptor::replace(injector, &[(server.listener, number)]).map_err(untraceable)?;
+        stand_in::replace(destination, &waiting)?;
     }
-    remove_stand_in(passed)
-}
-
-/// Removes the path of the stand-in, if there is one.
-pub(crate) fn remove_stand_in(passed: &PassedParts) -> Result<(), RebootError> {
-    let Some(server) = &passed.spice else { return Ok(()) };
-    let removed: io::Result<()> = match fs::remove_file(&server.stand_in) {
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    };
-    removed.map_err(RebootError::file(&server.stand_in))
+    passed.spice_stand_ins.iter().try_for_each(stand_in::remove)
 }

@@ -3,16 +3,18 @@
 //! that arrive meanwhile wait, and a Unix socket keeps its path, owner and label. After a failure the source continues
 //! with its own descriptors.
 //!
+//! QEMU accepts no descriptor for a websocket. A server with websockets starts at [stand-ins](super::stand_in).
+//!
 //! Clients that are connected lose their connection with the source, and connect again.
 
-use super::preflight_error;
+use super::{preflight_error, stand_in};
 use crate::error::{RebootError, with_causes};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::graphics_password::GraphicsPassword;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::takeover_command::{CommandLine, vnc};
-use rekindle_vm::journal::PassedParts;
+use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::Path;
 
@@ -20,6 +22,11 @@ use std::path::Path;
 /// server.
 pub(crate) fn listeners(line: &CommandLine) -> Option<Vec<RawFd>> {
     line.vnc_server.as_ref().map(|server| server.listeners.clone())
+}
+
+/// Returns the stand-ins at which the destination's VNC server listens.
+pub(crate) fn stand_ins(line: &CommandLine) -> Vec<PassedStandIn> {
+    line.vnc_server.as_ref().map(|server| stand_in::passed(&server.stand_ins)).unwrap_or_default()
 }
 
 /// Rejects a destination that cannot get listening sockets for VNC.
@@ -45,6 +52,9 @@ pub(crate) fn pass(
     destination: Process,
     qmp: &mut Qmp,
 ) -> Result<(), RebootError> {
+    if !passed.vnc_stand_ins.is_empty() {
+        return replace_stand_ins(name, passed, password, destination, qmp);
+    }
     let Some(listeners) = &passed.vnc else { return Ok(()) };
     // Again, QEMU would close the sockets that it has, and remove the path of a Unix socket.
     if vnc::servers(qmp)?.first().is_some_and(|server| !server.addresses.is_empty()) {
@@ -54,19 +64,40 @@ pub(crate) fn pass(
     let sockets: Result<Vec<OwnedFd>, _> =
         listeners.iter().map(|number| descriptor::take(destination, *number)).collect();
     let sockets = sockets.map_err(untraceable)?;
-    match enable(password, &sockets, qmp) {
-        Err(e @ QmpError::Refused { .. }) => {
-            tracing::warn!("{name}: no VNC until the guest's next start: {}", with_causes(&e));
-            Ok(())
-        }
-        enabled => Ok(enabled?),
-    }
+    let listen = |qmp: &mut Qmp| if sockets.is_empty() { Ok(()) } else { vnc::listen(qmp, &sockets) };
+    // The password comes first: no client may connect without.
+    accepted(name, set_password(password, qmp).and_then(|()| listen(qmp))).map(drop)
 }
 
-/// The password comes first: no client may connect without.
-fn enable(password: Option<&GraphicsPassword>, sockets: &[OwnedFd], qmp: &mut Qmp) -> Result<(), QmpError> {
-    if let Some(password) = password {
-        vnc::set_password(qmp, &password.text, &password.qemu_expiry())?;
+/// Lets a server with websockets listen at the source's sockets.
+fn replace_stand_ins(
+    name: &str,
+    passed: &PassedParts,
+    password: Option<&GraphicsPassword>,
+    destination: Process,
+    qmp: &mut Qmp,
+) -> Result<(), RebootError> {
+    let waiting = stand_in::waiting(destination, &passed.vnc_stand_ins)?;
+    if !waiting.is_empty() {
+        if !accepted(name, set_password(password, qmp))? {
+            return Ok(());
+        }
+        stand_in::replace(destination, &waiting)?;
     }
-    if sockets.is_empty() { Ok(()) } else { vnc::listen(qmp, sockets) }
+    passed.vnc_stand_ins.iter().try_for_each(stand_in::remove)
+}
+
+fn set_password(password: Option<&GraphicsPassword>, qmp: &mut Qmp) -> Result<(), QmpError> {
+    password.map_or(Ok(()), |password| vnc::set_password(qmp, &password.text, &password.qemu_expiry()))
+}
+
+/// Returns whether QEMU has accepted a command. If it answers with an error, that is logged.
+fn accepted(name: &str, answer: Result<(), QmpError>) -> Result<bool, RebootError> {
+    match answer {
+        Err(e @ QmpError::Refused { .. }) => {
+            tracing::warn!("{name}: no VNC until the guest's next start: {}", with_causes(&e));
+            Ok(false)
+        }
+        answer => Ok(answer.map(|()| true)?),
+    }
 }

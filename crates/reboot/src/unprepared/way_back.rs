@@ -1,6 +1,6 @@
 //! The way back to the source after a failure: no QEMU but the source runs the guest.
 
-use super::{DESTINATION_GENERATION, passed, source, spice, tpm};
+use super::{DESTINATION_GENERATION, passed, source, stand_in, tpm};
 use crate::error::{RebootError, with_causes};
 use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
@@ -94,5 +94,5 @@ fn end_destination(handover: &Handover) -> Result<(), RebootError> {
     if let Err(e) = tpm::end_successor(passed) {
         tracing::error!("{}: the second emulator of its TPM cannot be removed: {}", handover.name(), with_causes(&e));
     }
-    spice::remove_stand_in(passed)
+    stand_in::remove_all(passed)
 }

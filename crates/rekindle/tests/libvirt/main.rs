@@ -159,12 +159,15 @@ fn a_domain_continues_in_another_qemu_and_libvirt_manages_it() {
 #[test]
 fn what_cannot_be_passed_on_is_named_and_nothing_is_changed() {
     let libvirt = PrivateLibvirt::start();
-    let devices = vnc::server(free_port()).replace("port=", &format!("websocket='{}' port=", free_port()));
+    let devices = format!(
+        "<serial type='tcp'><source mode='bind' host='127.0.0.1' service='{}'/><protocol type='raw'/></serial>",
+        free_port()
+    );
     let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("refused") });
     let (qemu, daemon) = (domain.process(), libvirt.daemon());
     let output = rekindle(&["replace-qemu", &domain.name]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));
-    assert!(text(&output).contains("-vnc websocket"), "{}", text(&output));
+    assert!(text(&output).contains("a character device listens on 127.0.0.1"), "{}", text(&output));
     assert_eq!((domain.process(), libvirt.daemon()), (qemu, daemon));
     assert!(!fs::exists(format!("/run/rekindle/{}", domain.name)).unwrap());
 

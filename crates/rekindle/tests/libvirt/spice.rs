@@ -3,16 +3,19 @@
 
 use crate::upgrade::InstalledQemu;
 use crate::{rekindle, replace, text};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
 use rekindle_testing::tools::qemu_new;
 use rekindle_testing::{DEADLINE, spice, wait_for};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use std::fs;
 use std::io::{self, ErrorKind, Read};
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What virt-install adds to a SPICE server: the agent's channel, two ports for USB devices of the client, and sound.
 const COMPANIONS: &str = "<video><model type='qxl'/></video>
@@ -105,6 +108,104 @@ fn a_unix_socket_and_a_password_are_kept() {
         assert_eq!(identity(), socket);
         assert_protected();
         assert_eq!(domain_directory(&domain), files);
+    }
+}
+
+/// Makes certificates, and a libvirt whose SPICE servers have them. Returns the settings of clients that accept only these.
+fn libvirt_with_certificates() -> (PrivateLibvirt, Arc<ClientConfig>) {
+    const DIRECTORY: &str = "/etc/libvirt/spice";
+    let mut authority = CertificateParams::new(Vec::new()).unwrap();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority_key = KeyPair::generate().unwrap();
+    let authority_certificate = authority.self_signed(&authority_key).unwrap();
+    let server_key = KeyPair::generate().unwrap();
+    let server = CertificateParams::new(vec![Ipv4Addr::LOCALHOST.to_string()]).unwrap();
+    let server = server.signed_by(&server_key, &Issuer::new(authority, authority_key)).unwrap();
+
+    let libvirt = PrivateLibvirt::start();
+    fs::create_dir(DIRECTORY).unwrap();
+    let files = [
+        ("ca-cert.pem", authority_certificate.pem()),
+        ("server-cert.pem", server.pem()),
+        ("server-key.pem", server_key.serialize_pem()),
+    ];
+    for (name, content) in files {
+        fs::write(Path::new(DIRECTORY).join(name), content).unwrap();
+    }
+    let configuration = format!("spice_tls = 1\nspice_tls_x509_cert_dir = \"{DIRECTORY}\"\n");
+    fs::write("/etc/libvirt/qemu.conf", configuration).unwrap();
+    libvirt.stop_daemon();
+    libvirt.start_daemon();
+    let mut roots = RootCertStore::empty();
+    roots.add(authority_certificate.der().clone()).unwrap();
+    (libvirt, Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth()))
+}
+
+/// Logs in by TLS.
+fn log_in_securely(client: &Arc<ClientConfig>, port: u16, password: &str) -> io::Result<()> {
+    let name = Ipv4Addr::LOCALHOST.to_string().try_into().unwrap();
+    let session = ClientConnection::new(client.clone(), name).unwrap();
+    spice::log_in(&mut StreamOwned::new(session, connect(port)), password)
+}
+
+#[test]
+fn a_client_with_tls_connects_again() {
+    let (libvirt, client) = libvirt_with_certificates();
+    let installed = InstalledQemu::old();
+    let (port, tls_port) = (free_port(), free_port());
+    let devices = format!(
+        "<graphics type='spice' port='{port}' tlsPort='{tls_port}' listen='127.0.0.1'>
+<channel name='main' mode='secure'/><channel name='inputs' mode='secure'/></graphics>{COMPANIONS}"
+    );
+    let emulator = installed.binary();
+    let options = DomainOptions { emulator: &emulator, devices: &devices, ..DomainOptions::new("spice-tls") };
+    let domain = libvirt.boot(&options);
+    let (boot_id, files) = (domain.ask("boot-id"), domain_directory(&domain));
+    let display = libvirt.virsh(&["domdisplay", &domain.name]);
+    let assert_works = || {
+        log_in_securely(&client, tls_port, "").unwrap();
+        // The ordinary port is not the one with TLS, and does not offer what needs TLS.
+        let refused = spice::log_in(&mut connect(port), "").unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::ConnectionRefused, "{refused}");
+        assert_eq!(libvirt.virsh(&["domdisplay", &domain.name]), display);
+        assert_eq!(domain_directory(&domain), files);
+        assert_eq!(domain.ask("boot-id"), boot_id);
+    };
+    assert_works();
+    for binary in [&emulator, qemu_new(), &emulator] {
+        let output = rekindle(&["replace-qemu", &domain.name, "--qemu", binary.to_str().unwrap()]).output().unwrap();
+        assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
+        assert_works();
+    }
+}
+
+#[test]
+fn a_server_with_only_tls_and_a_password_is_kept() {
+    let (libvirt, client) = libvirt_with_certificates();
+    let tls_port = free_port();
+    let devices = format!(
+        "<graphics type='spice' autoport='no' tlsPort='{tls_port}' passwd='geheim' listen='127.0.0.1' \
+         defaultMode='secure'/><video><model type='virtio'/></video>"
+    );
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("spice-only-tls") });
+    let (qemu, files) = (domain.process(), domain_directory(&domain));
+    let assert_works = || {
+        let wrong = log_in_securely(&client, tls_port, "wrong").unwrap_err();
+        assert_eq!(wrong.kind(), ErrorKind::PermissionDenied, "{wrong}");
+        log_in_securely(&client, tls_port, "geheim").unwrap();
+        assert_eq!(domain_directory(&domain), files);
+    };
+    assert_works();
+    let failed = rekindle(&["replace-qemu", &domain.name])
+        .env("REKINDLE_FAULT", "replace.suspend.copied:kill-new")
+        .output()
+        .unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{}", text(&failed));
+    assert_eq!(domain.process(), qemu);
+    assert_works();
+    for _ in 0..2 {
+        replace(&domain);
+        assert_works();
     }
 }
 

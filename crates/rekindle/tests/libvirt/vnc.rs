@@ -1,10 +1,13 @@
 //! Domains with a VNC server: after a replacement, a client that connects again to the same address sees the guest's
 //! screen.
 
+use crate::upgrade::InstalledQemu;
 use crate::{rekindle, replace, text};
 use rekindle_testing::libvirt::{Domain, DomainOptions, PrivateLibvirt};
 use rekindle_testing::micro::free_port;
 use rekindle_testing::rfb::{self, Screen};
+use rekindle_testing::tools::qemu_new;
+use rekindle_testing::websocket::Websocket;
 use rekindle_testing::{DEADLINE, wait_for};
 use std::fs;
 use std::io::{self, ErrorKind, Read};
@@ -106,6 +109,88 @@ fn a_unix_socket_and_a_password_are_kept() {
         assert_eq!(identity(), socket);
         let now = assert_protected(&path, "geheim");
         assert_eq!((now.width, now.height), (before.width, before.height));
+    }
+}
+
+/// Opens a websocket, as the clients in browsers do.
+fn browse(port: u16) -> Websocket<TcpStream> {
+    let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap_or_else(|e| panic!("port {port}: {e}"));
+    stream.set_read_timeout(Some(DEADLINE)).unwrap();
+    Websocket::open(stream).unwrap_or_else(|e| panic!("port {port}: {e}"))
+}
+
+/// Returns the names in the directory that libvirt has made for the domain.
+fn names_of_files(domain: &Domain<'_>) -> Vec<String> {
+    let monitor = PathBuf::from(recorded(domain, "<monitor path='"));
+    let entries = fs::read_dir(monitor.parent().unwrap()).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_browser_connects_again_to_the_port_that_libvirt_has_chosen() {
+    let libvirt = PrivateLibvirt::start();
+    let installed = InstalledQemu::old();
+    let emulator = installed.binary();
+    let devices = server(free_port()).replace("port=", "websocket='-1' port=");
+    let options = DomainOptions { emulator: &emulator, devices: &devices, ..DomainOptions::new("browsed") };
+    let domain = libvirt.boot(&options);
+    let port: u16 = recorded(&domain, " websocket='").parse().unwrap();
+    let before = rfb::screen(browse(port), None).unwrap();
+    assert!(!before.is_blank());
+    let (files, boot_id) = (names_of_files(&domain), domain.ask("boot-id"));
+
+    // QEMU 7.2 has no websockets on Unix sockets.
+    let qemu = domain.process();
+    let old = rekindle(&["replace-qemu", &domain.name, "--qemu", emulator.to_str().unwrap()]).output().unwrap();
+    assert_eq!(old.status.code(), Some(1), "{}", text(&old));
+    assert!(text(&old).contains("-vnc websocket: a VNC server with a websocket needs QEMU 8.2"), "{}", text(&old));
+    assert_eq!(domain.process(), qemu);
+
+    for _ in 0..2 {
+        let (mut client, mut browser) = (connect(&domain), browse(port));
+        rfb::banner(&mut client).unwrap();
+        rfb::banner(&mut browser).unwrap();
+        let output =
+            rekindle(&["replace-qemu", &domain.name, "--qemu", qemu_new().to_str().unwrap()]).output().unwrap();
+        assert!(output.status.success(), "{}\n{}", text(&output), domain.log());
+        assert!(browser.read(&mut [0]).is_err(), "its connection has ended with the old QEMU");
+        assert_eq!(domain.ask("boot-id"), boot_id);
+        // The cursor of a text screen blinks.
+        let same = |seen: Screen| (seen == before).then_some(());
+        wait_for("the same screen", DEADLINE, || same(rfb::screen(browse(port), None).unwrap()));
+        wait_for("the same screen", DEADLINE, || same(screen(&domain)));
+        assert_eq!(names_of_files(&domain), files);
+    }
+}
+
+#[test]
+fn a_browser_needs_the_password() {
+    let libvirt = PrivateLibvirt::start();
+    let port = free_port();
+    let devices = server(free_port()).replace("port=", &format!("passwd='geheim' websocket='{port}' port="));
+    let domain = libvirt.boot(&DomainOptions { devices: &devices, ..DomainOptions::new("browsed-protected") });
+    let (qemu, files) = (domain.process(), names_of_files(&domain));
+    let assert_protected = || {
+        for wrong in [None, Some("wrong")] {
+            let error = rfb::screen(browse(port), wrong).err().unwrap_or_else(|| panic!("logged in with {wrong:?}"));
+            assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{wrong:?}: {error}");
+        }
+        rfb::screen(browse(port), Some("geheim")).unwrap();
+    };
+    assert_protected();
+    let failed = rekindle(&["replace-qemu", &domain.name])
+        .env("REKINDLE_FAULT", "replace.suspend.copied:kill-new")
+        .output()
+        .unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{}", text(&failed));
+    assert_eq!((domain.process(), names_of_files(&domain)), (qemu, files.clone()));
+    assert_protected();
+    for _ in 0..2 {
+        replace(&domain);
+        assert_protected();
+        assert_eq!(names_of_files(&domain), files);
     }
 }
 

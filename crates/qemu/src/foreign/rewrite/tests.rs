@@ -163,7 +163,7 @@ fn options_that_later_qemus_do_not_know_are_written_so_that_all_do() {
     let line = "-machine q35 -no-acpi -no-hpet -m 512 -chardev socket,id=c,path=/q,reconnect=1 -mon chardev=m -nodefaults \
                 -chardev socket,id=m,path=/m,server=on -object monitor-qmp,id=mon1,chardev=m,pretty=on";
     let machine = rewrite(&words(line), &facts(&[])).unwrap();
-    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true };
+    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true, websocket_paths: true };
     for syntax in [Syntax::default(), newest] {
         let text = rebuilt_for(machine.clone(), syntax);
         assert!(text.contains("-machine type=pc-q35-7.2,acpi=off,hpet=off,"), "{text}");
