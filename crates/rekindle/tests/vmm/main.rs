@@ -18,4 +18,5 @@ mod overlays_libvirt;
 mod processes;
 mod queues;
 mod replace;
+mod trust;
 mod versions;
