@@ -309,8 +309,12 @@ fn users_of_libvirt_cannot_change_what_a_checkpoint_needs() {
     let log = fs::read_to_string(format!("/var/log/libvirt/qemu/{name}.log")).unwrap();
     assert!(log.contains(denied), "{error}; {log}");
 
-    // Another QEMU would run the guest on the image alone.
-    lab.rekindle(["replace-qemu", &attached.domain.name]).status(1).prints(&["disk virtio-disk0", "disk virtio-disk1"]);
+    let replace = ["replace-qemu", &attached.domain.name];
+    lab.rekindle(replace).status(1).prints(&["rekindle detach dom"]);
+    // Another QEMU would run the guest on the image alone, also if nothing shows any more that this one is attached.
+    let mut unaware = lab.command(replace);
+    unaware.env("REKINDLE_RUN_DIR", "/run/rekindle");
+    lab.finish(unaware).status(1).prints(&["disk virtio-disk0", "disk virtio-disk1"]);
     attached.assert_fenced("vda");
 
     // A snapshot of a user: no checkpoint is taken until it is merged, and its merge stops at the overlay.
