@@ -4,10 +4,10 @@
 //! redirected prevents the replacement.
 
 use super::stand_in;
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::graphics_password::GraphicsPassword;
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::{CommandLine, spice};
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 
@@ -30,19 +30,7 @@ pub(crate) fn pass(
     destination: Process,
     qmp: &mut Qmp,
 ) -> Result<(), RebootError> {
-    let waiting = stand_in::waiting(destination, &passed.spice_stand_ins)?;
-    if !waiting.is_empty() {
-        // The password comes first: no client may connect without.
-        if let Some(password) = password {
-            match spice::set_password(qmp, &password.text, &password.qemu_expiry()) {
-                Err(e @ QmpError::Refused { .. }) => {
-                    tracing::warn!("{name}: no SPICE until the guest's next start: {}", with_causes(&e));
-                    return Ok(());
-                }
-                set => set?,
-            }
-        }
-        stand_in::replace(destination, &waiting)?;
-    }
-    passed.spice_stand_ins.iter().try_for_each(stand_in::remove)
+    let set_password =
+        || password.map_or(Ok(()), |password| spice::set_password(qmp, &password.text, &password.qemu_expiry()));
+    stand_in::pass(name, "SPICE", &passed.spice_stand_ins, destination, set_password)
 }

@@ -2,10 +2,11 @@
 //! sockets take their places: connections that arrive meanwhile wait. After a failure the source continues with its own.
 
 use super::preflight_error;
-use crate::error::RebootError;
+use crate::error::{RebootError, with_causes};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::takeover_command::stand_in::{self, StandIn};
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::fs;
@@ -27,7 +28,8 @@ pub(crate) fn passed(stand_ins: &[StandIn]) -> Vec<PassedStandIn> {
 pub(crate) fn rehearse(name: &str, passed: &PassedParts, destination: Process) -> Result<(), RebootError> {
     for stand_ins in [&passed.vnc_stand_ins, &passed.spice_stand_ins] {
         if waiting(destination, stand_ins)?.len() < stand_ins.len() {
-            let problem = "VNC or SPICE server: the new QEMU does not listen where the command line states it";
+            let problem = "VNC or SPICE server: the new QEMU does not listen where the command line states it; \
+                           choose another one (--qemu)";
             return Err(preflight_error(name, vec![problem.into()]));
         }
     }
@@ -35,7 +37,7 @@ pub(crate) fn rehearse(name: &str, passed: &PassedParts, destination: Process) -
 }
 
 /// Returns the stand-ins that were not replaced: for each, the number of the real socket and that of the stand-in.
-pub(crate) fn waiting(destination: Process, stand_ins: &[PassedStandIn]) -> Result<Vec<(RawFd, RawFd)>, RebootError> {
+fn waiting(destination: Process, stand_ins: &[PassedStandIn]) -> Result<Vec<(RawFd, RawFd)>, RebootError> {
     let mut pairs = Vec::new();
     for stand_in in stand_ins {
         let number =
@@ -45,12 +47,43 @@ pub(crate) fn waiting(destination: Process, stand_ins: &[PassedStandIn]) -> Resu
     Ok(pairs)
 }
 
-/// Puts the real sockets into the places of stand-ins.
+/// Puts the source's listening sockets into the places of the stand-ins of a `server`, VNC or SPICE, after `set_password`.
+/// Can be repeated.
 ///
 /// *Needs:* the source is frozen, or has ended.
-pub(crate) fn replace(destination: Process, pairs: &[(RawFd, RawFd)]) -> Result<(), RebootError> {
-    let injector = Injector::new(destination).map_err(|e| untraceable(destination)(e.into()))?;
-    descriptor::replace(injector, pairs).map_err(untraceable(destination))
+///
+/// # Errors
+/// [`RebootError`] if QEMU does not answer or cannot be traced. If it rejects the password, the server remains off: see
+/// [`accepted`].
+pub(crate) fn pass(
+    name: &str,
+    server: &str,
+    stand_ins: &[PassedStandIn],
+    destination: Process,
+    set_password: impl FnOnce() -> Result<(), QmpError>,
+) -> Result<(), RebootError> {
+    let waiting = waiting(destination, stand_ins)?;
+    if !waiting.is_empty() {
+        // The password comes first: no client may connect without.
+        if !accepted(name, server, set_password())? {
+            return Ok(());
+        }
+        let injector = Injector::new(destination).map_err(|e| untraceable(destination)(e.into()))?;
+        descriptor::replace(injector, &waiting).map_err(untraceable(destination))?;
+    }
+    stand_ins.iter().try_for_each(remove)
+}
+
+/// Returns whether QEMU has accepted a command for a `server`, VNC or SPICE. If it answers with an error, the server remains
+/// off: that is logged, because the guest runs and its manager must get it back.
+pub(crate) fn accepted(name: &str, server: &str, answer: Result<(), QmpError>) -> Result<bool, RebootError> {
+    match answer {
+        Err(e @ QmpError::Refused { .. }) => {
+            tracing::warn!("{name}: no {server} until the guest's next start: {}", with_causes(&e));
+            Ok(false)
+        }
+        answer => Ok(answer.map(|()| true)?),
+    }
 }
 
 fn untraceable(destination: Process) -> impl Fn(io::Error) -> RebootError {
@@ -66,7 +99,7 @@ pub(crate) fn remove_all(passed: &PassedParts) -> Result<(), RebootError> {
 }
 
 /// Removes the path of a stand-in, if there is one.
-pub(crate) fn remove(stand_in: &PassedStandIn) -> Result<(), RebootError> {
+fn remove(stand_in: &PassedStandIn) -> Result<(), RebootError> {
     let removed: io::Result<()> = match fs::remove_file(&stand_in.stand_in) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         removed => removed,

@@ -8,7 +8,7 @@
 //! Clients that are connected lose their connection with the source, and connect again.
 
 use super::{preflight_error, stand_in};
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use rekindle_kernel::descriptor;
 use rekindle_kernel::process::Process;
 use rekindle_libvirt::graphics_password::GraphicsPassword;
@@ -17,6 +17,9 @@ use rekindle_qemu::takeover_command::{CommandLine, vnc};
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::Path;
+
+/// Name of the server in messages.
+const SERVER: &str = "VNC";
 
 /// Returns the numbers in the destination at which the listening sockets of its VNC server are open; `None` without a
 /// server.
@@ -53,7 +56,7 @@ pub(crate) fn pass(
     qmp: &mut Qmp,
 ) -> Result<(), RebootError> {
     if !passed.vnc_stand_ins.is_empty() {
-        return replace_stand_ins(name, passed, password, destination, qmp);
+        return stand_in::pass(name, SERVER, &passed.vnc_stand_ins, destination, || set_password(password, qmp));
     }
     let Some(listeners) = &passed.vnc else { return Ok(()) };
     // Again, QEMU would close the sockets that it has, and remove the path of a Unix socket.
@@ -66,38 +69,9 @@ pub(crate) fn pass(
     let sockets = sockets.map_err(untraceable)?;
     let listen = |qmp: &mut Qmp| if sockets.is_empty() { Ok(()) } else { vnc::listen(qmp, &sockets) };
     // The password comes first: no client may connect without.
-    accepted(name, set_password(password, qmp).and_then(|()| listen(qmp))).map(drop)
-}
-
-/// Lets a server with websockets listen at the source's sockets.
-fn replace_stand_ins(
-    name: &str,
-    passed: &PassedParts,
-    password: Option<&GraphicsPassword>,
-    destination: Process,
-    qmp: &mut Qmp,
-) -> Result<(), RebootError> {
-    let waiting = stand_in::waiting(destination, &passed.vnc_stand_ins)?;
-    if !waiting.is_empty() {
-        if !accepted(name, set_password(password, qmp))? {
-            return Ok(());
-        }
-        stand_in::replace(destination, &waiting)?;
-    }
-    passed.vnc_stand_ins.iter().try_for_each(stand_in::remove)
+    stand_in::accepted(name, SERVER, set_password(password, qmp).and_then(|()| listen(qmp))).map(drop)
 }
 
 fn set_password(password: Option<&GraphicsPassword>, qmp: &mut Qmp) -> Result<(), QmpError> {
     password.map_or(Ok(()), |password| vnc::set_password(qmp, &password.text, &password.qemu_expiry()))
-}
-
-/// Returns whether QEMU has accepted a command. If it answers with an error, that is logged.
-fn accepted(name: &str, answer: Result<(), QmpError>) -> Result<bool, RebootError> {
-    match answer {
-        Err(e @ QmpError::Refused { .. }) => {
-            tracing::warn!("{name}: no VNC until the guest's next start: {}", with_causes(&e));
-            Ok(false)
-        }
-        answer => Ok(answer.map(|()| true)?),
-    }
 }
