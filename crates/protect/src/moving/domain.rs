@@ -11,9 +11,10 @@ use rekindle_libvirt::disks;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::overlays::fence_discarded;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ impl SourceDomain {
 
     /// Ends the guest on this host, because the destination host has it. libvirt keeps its definition.
     pub(super) fn end(&self, rundir: &RunDir, state: &State) -> Result<(), MoveError> {
+        let domain = self.clone();
+        let xml = answer_within(END_TIMEOUT, move || domain.find()?.xml(false));
         if state.vmm.as_ref().is_some_and(|vmm| vmm.is_alive()) {
             let domain = self.clone();
             let ended = answer_within(END_TIMEOUT, move || domain.find()?.destroy());
@@ -76,7 +79,15 @@ impl SourceDomain {
                 tracing::warn!("{}: libvirt does not end the domain, so its QEMU is killed: {why}", rundir.name());
             }
         }
-        Ok(pull_the_plug(rundir)?)
+        pull_the_plug(rundir)?;
+        // The definition names these overlays. The destination host discards them as well, when it resumes the guest.
+        let disks = xml.and_then(Result::ok).and_then(|xml| disks::of_domain(&xml).ok()).unwrap_or_default();
+        for file in disks.into_iter().filter_map(|disk| disk.files.into_iter().next()) {
+            if let Err(e) = fence_discarded(Path::new(&file)) {
+                tracing::warn!(error = &e as &dyn std::error::Error, "libvirt could start {} on it", rundir.name());
+            }
+        }
+        Ok(())
     }
 
     fn find(&self) -> Result<Domain, LibvirtError> {

@@ -50,7 +50,7 @@ mod view;
 
 pub use offline::OfflineOverlays;
 pub(crate) use restore::remove_fresh;
-pub use restore::{RestoredOverlays, SourceQemu};
+pub use restore::{RestoredOverlays, SourceQemu, fence_discarded};
 
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing};

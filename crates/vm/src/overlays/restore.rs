@@ -18,7 +18,7 @@ use super::{OverlayDisksError, OverlayEpoch, device, fence, overlay_name};
 use crate::fault;
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_disk::overlay::OverlayError;
-use rekindle_disk::overlay::directory::OverlayDirectory;
+use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
 use rekindle_kernel::block_device;
@@ -251,6 +251,19 @@ fn check_fence(
         }
     }
     Ok(())
+}
+
+/// Keeps libvirt from starting a domain on the overlay at `path`, because another host has the guest. Does nothing if the path
+/// is no overlay, or if a QEMU writes to the file.
+///
+/// # Errors
+/// If the file's permissions cannot be changed.
+pub fn fence_discarded(path: &Path) -> Result<(), OverlayDisksError> {
+    let is_overlay = path.file_name().is_some_and(|name| epoch_of_file(&name.to_string_lossy()).is_some());
+    if !is_overlay || !path.exists() || is_locked_by_qemu(path, QEMU_WRITER_BYTE)? {
+        return Ok(());
+    }
+    fence::close(path)
 }
 
 fn is_locked_by_qemu(path: &Path, byte: u64) -> Result<bool, OverlayDisksError> {

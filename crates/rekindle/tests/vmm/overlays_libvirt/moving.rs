@@ -428,6 +428,7 @@ fn case(pair: &Pair<'_>, variable: &str, fault: &str, outcome: Outcome, boot: &s
         OnlyInStore => {
             result.status(3).prints(&["has taken", "rekindle restore"]);
             assert_eq!(here.state(), "shut off", "{fault}");
+            here.virsh("start", &[]).expect_err("another host owns the guest");
             there.rekindle(&["recover", "dom"]).ok();
             assert!(there.has_no_vm(), "{fault}");
             here.restore(&pair.store).ok();
