@@ -16,6 +16,15 @@ pub enum CopyError {
     NoBlock { id: String },
     #[error("RAM block {id} is private memory in huge pages, which cannot be copied")]
     HugePages { id: String },
+    #[error(
+        "RAM block {id} is private memory over {file}, which has content: a page that the guest has not written is the file's; \
+         start the guest with share=on, or without this file"
+    )]
+    PrivateFile {
+        id: String,
+        /// The file's name as the kernel reports it.
+        file: String,
+    },
     #[error("RAM block {id} is a device or begins inside its file, so another QEMU cannot map it as a whole")]
     NoWholeFile { id: String },
     #[error(

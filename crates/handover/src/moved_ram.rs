@@ -223,9 +223,10 @@ impl Drop for RamMove {
             self.ends_on_demand.store(true, Ordering::SeqCst);
         }
         match self.thread.take().map(JoinHandle::join) {
-            Some(Ok(Err(error))) if !is_abandoned => tracing::error!("{error}"),
-            Some(Ok(Err(error))) => tracing::debug!("{error}"),
-            _ => {}
+            Some(Ok(Err(error))) if is_abandoned => tracing::debug!("{error}"),
+            Some(Ok(Err(error))) => tracing::error!("{error}; run `rekindle recover`"),
+            Some(Err(_)) => tracing::error!("moving the guest's RAM has failed unexpectedly; run `rekindle recover`"),
+            Some(Ok(Ok(_))) | None => {}
         }
     }
 }

@@ -2,15 +2,17 @@
 
 use crate::copy_error::CopyError;
 use crate::ram_transfer::RamTransfer;
+use rekindle_kernel::maps;
 use rekindle_kernel::process::Process;
 use rekindle_memory::moving::WINDOW_BYTES;
-use rekindle_memory::ram::{Block, GuestRam};
+use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::room::available_to;
 use rekindle_pages::PAGE_SIZE;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -54,6 +56,7 @@ impl SourceRam {
             if block.shared {
                 shared.push(shared_file(block)?);
             } else {
+                check_no_content(source.process(), block)?;
                 populated_bytes += source.populated(block)?.bytes();
                 files.push(empty_file(block)?);
                 private_blocks.push(block.info.clone());
@@ -103,6 +106,20 @@ impl SourceRam {
 
 pub(crate) fn path_of(file: &File) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// Rejects private memory over a file that has content: its pages that were not written are not zero.
+fn check_no_content(source: Process, block: &Block) -> Result<(), CopyError> {
+    let failed = |e| GuestRamError::Maps { pid: source.pid, source: e };
+    let maps = maps::of(source).map_err(failed)?;
+    for map in maps::covering(&maps, &block.total()).unwrap_or_default() {
+        if let Some(file) = map.open(source).map_err(failed)?
+            && file.metadata().map_err(failed)?.blocks() > 0
+        {
+            return Err(CopyError::PrivateFile { id: block.info.id.clone(), file: map.name.clone() });
+        }
+    }
+    Ok(())
 }
 
 /// Opens the file of a block of shared memory.

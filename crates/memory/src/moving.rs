@@ -92,7 +92,6 @@ impl MovedPages {
         let watch = |source| MoveError::Watch { pid: process.pid, source };
         // First, so that everything below is of this process.
         let pidfd = process.pidfd().map_err(watch)?;
-        let injector = droppable(process)?;
         let mut populated = Vec::new();
         for block in source.blocks() {
             let mut pages = DirtySet::with_room(block.info.total / PAGE_SIZE as u64);
@@ -101,6 +100,8 @@ impl MovedPages {
             });
             populated.push(pages);
         }
+        // Last: a process that was killed runs no call, so nothing had been taken from its memory while its pages were listed.
+        let injector = droppable(process)?;
         let (undropped, undropped_bytes, last_error) = (Vec::new(), 0, None);
         Ok(Self { source, injector, pidfd, populated, may_drop, undropped, undropped_bytes, on_step, last_error })
     }

@@ -5,7 +5,7 @@ use crate::common::{Lab, assert_ticks_once, qemu_new, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_memory::ram::GuestRam;
 use rekindle_testing::DEADLINE;
-use rekindle_testing::foreign::ForeignQemu;
+use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::process::descriptors;
 use rekindle_vm::fault::{DOMAIN_POINTS, MOVE_POINTS};
 use std::fs;
@@ -54,7 +54,8 @@ impl MovedMemory {
         numbers.filter_map(|(number, _)| file(number)).map(|file| file.blocks() * 512).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of both: at least what they have at one moment, since pages only leave the source.
+    /// Returns the bytes of both: at least what they have at one moment, since a page that moves between the two readings counts
+    /// twice.
     fn bytes(&self) -> u64 {
         let in_source = self.source_bytes();
         in_source + self.destination_bytes()
@@ -167,6 +168,22 @@ fn ram_is_moved_in_place_if_there_is_no_memory_for_a_copy() {
     lab.finish(limit.around(&dry_run)).ok().prints(&["moved in place"]);
     lab.finish(limit.around(&replacing(&lab, &qemu, qemu_new()))).ok().prints(&["moved in place"]);
     assert_ne!(assert_continues(&lab, &qemu, &boot_id), qemu.process);
+}
+
+/// A page of such RAM that the guest has not written has the file's content, and is nowhere in QEMU.
+#[test]
+fn private_memory_over_a_file_with_content_is_rejected() {
+    let lab = Lab::without_root();
+    let (directory, template) = (lab.path("bare"), lab.path("template"));
+    fs::create_dir(&directory).unwrap();
+    fs::write(&template, vec![7; RAM_BYTES as usize]).unwrap();
+    let backend = format!("memory-backend-file,id=ram,size=256M,share=off,mem-path={}", template.display());
+    let options = QemuOptions::new(qemu_new()).arguments(&["-machine", "q35,memory-backend=ram", "-m", "256"]);
+    let qemu = ForeignQemu::boot(&directory, &options.arguments(&["-object", &backend]).daemon());
+    for command in [replacing(&lab, &qemu, qemu_new()), moving(&lab, &qemu)] {
+        lab.finish(command).status(1).prints(&["which has content", template.to_str().unwrap(), "share=on"]);
+        assert!(qemu.process.is_alive() && qemu.is_up());
+    }
 }
 
 #[test]
