@@ -7,10 +7,10 @@
 //! handed over once is not copied again.
 
 use crate::HandoverError;
-use crate::copy_error::CopyError;
 use crate::evidence;
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
 use crate::ram_transfer::RamTransfer;
+use crate::ram_transfer_error::RamTransferError;
 use crate::source_ram::{SourceRam, SuppliedBlock, path_of};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::inject::Injector;
@@ -71,8 +71,8 @@ impl CopiedRam {
     /// is the process whose control groups are charged for the copy.
     ///
     /// # Errors
-    /// [`CopyError`]: a block cannot be supplied, or there is no room for the copy. The source is unchanged.
-    pub fn plan(source: &GuestRam, ids: &[String], payer: Process) -> Result<Self, CopyError> {
+    /// [`RamTransferError`]: a block cannot be supplied, or there is no room for the copy. The source is unchanged.
+    pub fn plan(source: &GuestRam, ids: &[String], payer: Process) -> Result<Self, RamTransferError> {
         let ram = SourceRam::of(source, ids)?;
         ram.check_room(payer, RamTransfer::Copied)?;
         Ok(Self::new(ram))
@@ -99,8 +99,8 @@ impl CopiedRam {
     /// written meanwhile, in rounds.
     ///
     /// # Errors
-    /// [`CopyError`]. The source is no longer tracked, and the next call copies all pages.
-    pub fn copy_while_running(&mut self, qmp: &mut Qmp, limit: CopyLimit) -> Result<CopyProgress, CopyError> {
+    /// [`RamTransferError`]. The source is no longer tracked, and the next call copies all pages.
+    pub fn copy_while_running(&mut self, qmp: &mut Qmp, limit: CopyLimit) -> Result<CopyProgress, RamTransferError> {
         if !self.needs_copy() {
             return Ok(CopyProgress::default());
         }
@@ -116,7 +116,7 @@ impl CopiedRam {
                 self.tracker = Some(tracker);
                 Ok(progress)
             }
-            Err(e) => Err(tracker.detach().err().map_or(e, CopyError::from)),
+            Err(e) => Err(tracker.detach().err().map_or(e, RamTransferError::from)),
         }
     }
 
@@ -124,29 +124,30 @@ impl CopiedRam {
     /// Returns the number of copied bytes.
     ///
     /// # Errors
-    /// [`CopyError`]. The copies are incomplete: the guest must resume in the source.
-    pub fn copy_rest(&mut self, stopped: &mut Stopped<'_>) -> Result<u64, CopyError> {
+    /// [`RamTransferError`]. The copies are incomplete: the guest must resume in the source.
+    pub fn copy_rest(&mut self, stopped: &mut Stopped<'_>) -> Result<u64, RamTransferError> {
         if !self.needs_copy() {
             return Ok(0);
         }
-        let mut tracker = self.tracker.take().ok_or(CopyError::NotCopied)?;
+        let mut tracker = self.tracker.take().ok_or(RamTransferError::NotCopied)?;
         // Nothing else has tested so far that writes are recorded: that test requires a stopped guest.
         let collected = tracker.prove(stopped).and_then(|()| tracker.collect(stopped));
-        let copied = collected.map_err(CopyError::from).and_then(|dirty| self.copy(&dirty).map(|()| dirty.bytes()));
+        let copied =
+            collected.map_err(RamTransferError::from).and_then(|dirty| self.copy(&dirty).map(|()| dirty.bytes()));
         match copied {
             Ok(bytes) => {
                 self.tracker = Some(tracker);
                 Ok(bytes)
             }
-            Err(e) => Err(tracker.detach().err().map_or(e, CopyError::from)),
+            Err(e) => Err(tracker.detach().err().map_or(e, RamTransferError::from)),
         }
     }
 
     /// Ends the tracking of the source, which is as before then. Not needed if the source ends.
     ///
     /// # Errors
-    /// [`CopyError::Track`].
-    pub fn detach(&mut self) -> Result<(), CopyError> {
+    /// [`RamTransferError::Track`].
+    pub fn detach(&mut self) -> Result<(), RamTransferError> {
         self.tracker.take().map_or(Ok(()), |tracker| Ok(tracker.detach()?))
     }
 
@@ -158,7 +159,7 @@ impl CopiedRam {
         self.blocks().all(is_untouched)
     }
 
-    fn attach(&self, qmp: &mut Qmp) -> Result<(Asynchronous, UndrainedDirty), CopyError> {
+    fn attach(&self, qmp: &mut Qmp) -> Result<(Asynchronous, UndrainedDirty), RamTransferError> {
         let injector = Injector::new(self.ram.private.process())?;
         let device = userfaultfd::hand(qmp, self.ram.private.process())?;
         let attached = Asynchronous::attach_running(injector, Arc::clone(&self.ram.private), device);
@@ -172,7 +173,7 @@ impl CopiedRam {
         mut undrained: UndrainedDirty,
         qmp: &mut Qmp,
         limit: CopyLimit,
-    ) -> Result<CopyProgress, CopyError> {
+    ) -> Result<CopyProgress, RamTransferError> {
         let mut progress = CopyProgress::default();
         loop {
             let dirty = undrained.drain(qmp)?;
@@ -191,11 +192,11 @@ impl CopiedRam {
         }
     }
 
-    fn copy(&self, dirty: &Dirty) -> Result<(), CopyError> {
+    fn copy(&self, dirty: &Dirty) -> Result<(), RamTransferError> {
         let mut buffer = vec![0; PIECE_BYTES as usize];
         let pages = dirty.written.iter().zip(&dirty.zero);
         for ((block, copy), (written, zero)) in self.ram.private.blocks().iter().zip(&self.ram.files).zip(pages) {
-            let failed = |source| CopyError::Copy { id: copy.id.clone(), source };
+            let failed = |source| RamTransferError::File { id: copy.id.clone(), source };
             for run in zero {
                 punch_hole(&copy.file, run.start, run.end - run.start).map_err(failed)?;
             }

@@ -1,6 +1,6 @@
 //! Why a hand-over failed.
 
-use crate::copy_error::CopyError;
+use crate::ram_transfer_error::RamTransferError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
@@ -90,7 +90,7 @@ pub enum HandoverError {
     Ram(#[from] RamError),
     /// The destination's memory cannot be registered, for RAM that is moved in place.
     #[error(transparent)]
-    Move(Box<CopyError>),
+    Move(Box<RamTransferError>),
 }
 
 impl HandoverError {

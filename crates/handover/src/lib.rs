@@ -14,7 +14,7 @@
 //! | [`ram`] | the ways in which the destination gets the guest's RAM |
 //! | [`unprepared_ram`] | the RAM of a source that Rekindle did not start, copied or moved |
 //! | [`source_ram`], [`copied_ram`], [`moved_ram`] | its blocks; copying it; moving it in place |
-//! | [`ram_transfer`], [`copy_error`] | which of the two; why it fails |
+//! | [`ram_transfer`], [`ram_transfer_error`] | which of the two; why it fails |
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
 //! | [`saved_state`] | the state of a suspended guest in a file |
 //! | [`takeover`] | the transfer of the guest's taps |
@@ -34,7 +34,6 @@
 pub mod after_resume;
 pub mod boot;
 pub mod copied_ram;
-pub mod copy_error;
 pub mod destination;
 pub mod environment;
 pub mod error;
@@ -44,6 +43,7 @@ pub mod operation;
 pub mod priority;
 pub mod ram;
 pub mod ram_transfer;
+pub mod ram_transfer_error;
 pub mod saved_state;
 pub mod source_ram;
 pub mod source_state;

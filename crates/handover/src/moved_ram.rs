@@ -14,8 +14,8 @@
 //! There is no evidence of whether the destination has run the guest: pages that the kernel has supplied are written
 //! without a change of the file's modification time. So nothing leads back to the source once the decision is made.
 
-use crate::copy_error::CopyError;
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
+use crate::ram_transfer_error::RamTransferError;
 use crate::source_ram::{SourceRam, SuppliedBlock};
 use crate::{Handover, HandoverError};
 use rekindle_kernel::inject::Injector;
@@ -59,8 +59,8 @@ impl MovedRam {
     /// Moves the private blocks of `ram`.
     ///
     /// # Errors
-    /// [`CopyError`]: the source cannot be made to drop pages. It is unchanged.
-    pub fn new(ram: SourceRam) -> Result<Self, CopyError> {
+    /// [`RamTransferError`]: the source cannot be made to drop pages. It is unchanged.
+    pub fn new(ram: SourceRam) -> Result<Self, RamTransferError> {
         droppable(ram.private.process())?;
         Ok(Self { ram, registered: None, ram_move: None })
     }
@@ -83,9 +83,9 @@ impl MovedRam {
     /// Starts to supply the pages that the destination needs. None is dropped yet.
     ///
     /// # Errors
-    /// [`CopyError`]: the guest must resume in the source.
-    pub fn supply(&mut self, source: &Vmm, _stopped: &mut Stopped<'_>) -> Result<(), CopyError> {
-        let Registered { vmm, ram, mut pager } = *self.registered.take().ok_or(CopyError::NotCopied)?;
+    /// [`RamTransferError`]: the guest must resume in the source.
+    pub fn supply(&mut self, source: &Vmm, _stopped: &mut Stopped<'_>) -> Result<(), RamTransferError> {
+        let Registered { vmm, ram, mut pager } = *self.registered.take().ok_or(RamTransferError::NotPrepared)?;
         let guest_runs = Arc::new(AtomicBool::new(false));
         let on_step = fault_points(source.clone(), vmm);
         let mut pages = MovedPages::new(Arc::clone(&self.ram.private), Arc::clone(&guest_runs), on_step)?;
@@ -99,12 +99,12 @@ impl MovedRam {
         self.ram_move.take()
     }
 
-    fn register(&self, destination: &Vmm, qmp: &mut Qmp) -> Result<Registered, CopyError> {
+    fn register(&self, destination: &Vmm, qmp: &mut Qmp) -> Result<Registered, RamTransferError> {
         let process = destination.process();
         let found = GuestRam::of(qmp, process)?;
         let info = |moved: &SuppliedBlock| {
             let block = found.block_id(&moved.id).and_then(|id| found.block(id));
-            block.map(|block| block.info.clone()).ok_or_else(|| CopyError::NoBlock { id: moved.id.clone() })
+            block.map(|block| block.info.clone()).ok_or_else(|| RamTransferError::NoBlock { id: moved.id.clone() })
         };
         // In the order of the source's blocks: their numbers are the same.
         let infos = self.ram.files.iter().map(info).collect::<Result<Vec<_>, _>>()?;
@@ -195,15 +195,15 @@ impl RamMove {
     /// Waits until all pages are in the destination, whose registration has ended then. The source can be ended.
     ///
     /// # Errors
-    /// [`CopyError::Pager`], [`CopyError::NotMoved`]: pages are missing, and the guest waits where it needs one.
-    pub fn finish(mut self, handover: &Handover) -> Result<MoveReport, CopyError> {
+    /// [`RamTransferError::Pager`], [`RamTransferError::NotMoved`]: pages are missing, and the guest waits where it needs one.
+    pub fn finish(mut self, handover: &Handover) -> Result<MoveReport, RamTransferError> {
         self.move_all(handover);
         if !self.guest_runs.load(Ordering::SeqCst) {
-            return Err(CopyError::NotMoved);
+            return Err(RamTransferError::NotMoved);
         }
         let progress = self.join()?;
         if !progress.complete {
-            return Err(CopyError::NotMoved);
+            return Err(RamTransferError::NotMoved);
         }
         handover.pass("replace.move.complete");
         Ok(MoveReport { demanded_pages: progress.demanded, longest_wait_us: progress.worst_ns / 1000 })
@@ -249,8 +249,8 @@ impl InterruptedMove {
     /// *Needs:* the decision for the destination is journalled.
     ///
     /// # Errors
-    /// [`CopyError`]: nothing was changed.
-    pub fn of(handover: &Handover) -> Result<Self, CopyError> {
+    /// [`RamTransferError`]: nothing was changed.
+    pub fn of(handover: &Handover) -> Result<Self, RamTransferError> {
         let operation = &handover.journal.operation;
         let (Some(blocks), Some(destination)) = (&operation.moved_ram, handover.destination()) else {
             return Ok(Self::Complete);
@@ -282,13 +282,13 @@ impl InterruptedMove {
 struct EndedSource;
 
 impl PageSource for EndedSource {
-    type Error = CopyError;
+    type Error = RamTransferError;
 
-    fn page(&mut self, _block: BlockId, _page: PageNo, _buffer: &mut Page) -> Result<Content, CopyError> {
-        Err(CopyError::NotMoved)
+    fn page(&mut self, _block: BlockId, _page: PageNo, _buffer: &mut Page) -> Result<Content, RamTransferError> {
+        Err(RamTransferError::NotMoved)
     }
 
-    fn retry(&mut self, _error: &CopyError, _attempt: u32) -> Option<Duration> {
+    fn retry(&mut self, _error: &RamTransferError, _attempt: u32) -> Option<Duration> {
         None
     }
 }

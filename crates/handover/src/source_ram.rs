@@ -1,10 +1,10 @@
 //! The RAM blocks of a source that Rekindle did not start, and the files of which a destination maps them.
 
-use crate::copy_error::CopyError;
 use crate::ram_transfer::RamTransfer;
+use crate::ram_transfer_error::RamTransferError;
 use rekindle_kernel::maps;
 use rekindle_kernel::process::Process;
-use rekindle_memory::moving::WINDOW_BYTES;
+use rekindle_memory::moving::MAX_UNDROPPED_BYTES;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::room::available_to;
 use rekindle_pages::PAGE_SIZE;
@@ -46,12 +46,12 @@ impl SourceRam {
     /// Makes the files for the blocks of `source` with the names `ids`. The files of private blocks are empty.
     ///
     /// # Errors
-    /// [`CopyError`]: a block cannot be supplied. The source is unchanged.
-    pub fn of(source: &GuestRam, ids: &[String]) -> Result<Self, CopyError> {
+    /// [`RamTransferError`]: a block cannot be supplied. The source is unchanged.
+    pub fn of(source: &GuestRam, ids: &[String]) -> Result<Self, RamTransferError> {
         let (mut files, mut shared, mut private_blocks) = (Vec::new(), Vec::new(), Vec::new());
         let mut populated_bytes = 0;
         for id in ids {
-            let no_block = || CopyError::NoBlock { id: id.clone() };
+            let no_block = || RamTransferError::NoBlock { id: id.clone() };
             let block = source.block_id(id).and_then(|id| source.block(id)).ok_or_else(no_block)?;
             if block.shared {
                 shared.push(shared_file(block)?);
@@ -83,22 +83,22 @@ impl SourceRam {
         match transfer {
             _ if !self.has_private() => 0,
             RamTransfer::Copied => self.populated_bytes + RESERVE_BYTES,
-            RamTransfer::InPlace => WINDOW_BYTES + RESERVE_BYTES,
+            RamTransfer::InPlace => MAX_UNDROPPED_BYTES + RESERVE_BYTES,
         }
     }
 
     /// Checks that there is room for the transfer. `payer`: a process whose control groups are charged for it.
     ///
     /// # Errors
-    /// [`CopyError::NoRoom`], [`CopyError::UnknownRoom`].
-    pub fn check_room(&self, payer: Process, transfer: RamTransfer) -> Result<(), CopyError> {
+    /// [`RamTransferError::NoRoom`], [`RamTransferError::UnknownRoom`].
+    pub fn check_room(&self, payer: Process, transfer: RamTransfer) -> Result<(), RamTransferError> {
         let needed = self.needed_bytes(transfer);
         if needed == 0 {
             return Ok(());
         }
-        let available = available_to(payer).map_err(CopyError::UnknownRoom)?;
+        let available = available_to(payer).map_err(RamTransferError::UnknownRoom)?;
         if available < needed {
-            return Err(CopyError::NoRoom { transfer, pid: payer.pid, needed, available });
+            return Err(RamTransferError::NoRoom { transfer, pid: payer.pid, needed, available });
         }
         Ok(())
     }
@@ -109,38 +109,38 @@ pub(crate) fn path_of(file: &File) -> PathBuf {
 }
 
 /// Rejects private memory over a file that has content: its pages that were not written are not zero.
-fn check_no_content(source: Process, block: &Block) -> Result<(), CopyError> {
+fn check_no_content(source: Process, block: &Block) -> Result<(), RamTransferError> {
     let failed = |e| GuestRamError::Maps { pid: source.pid, source: e };
     let maps = maps::of(source).map_err(failed)?;
     for map in maps::covering(&maps, &block.total()).unwrap_or_default() {
         if let Some(file) = map.open(source).map_err(failed)?
             && file.metadata().map_err(failed)?.blocks() > 0
         {
-            return Err(CopyError::PrivateFile { id: block.info.id.clone(), file: map.name.clone() });
+            return Err(RamTransferError::PrivateFile { id: block.info.id.clone(), file: map.name.clone() });
         }
     }
     Ok(())
 }
 
 /// Opens the file of a block of shared memory.
-fn shared_file(block: &Block) -> Result<SuppliedBlock, CopyError> {
+fn shared_file(block: &Block) -> Result<SuppliedBlock, RamTransferError> {
     let id = block.info.id.clone();
-    let Some((file, 0)) = block.file() else { return Err(CopyError::NoWholeFile { id }) };
+    let Some((file, 0)) = block.file() else { return Err(RamTransferError::NoWholeFile { id }) };
     match File::options().read(true).write(true).open(path_of(file)) {
         Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(CopyError::Copy { id, source }),
+        Err(source) => Err(RamTransferError::File { id, source }),
     }
 }
 
 /// Makes an empty file for a private block.
-fn empty_file(block: &Block) -> Result<SuppliedBlock, CopyError> {
+fn empty_file(block: &Block) -> Result<SuppliedBlock, RamTransferError> {
     let id = block.info.id.clone();
     if block.info.page_size != PAGE_SIZE as u64 {
-        return Err(CopyError::HugePages { id });
+        return Err(RamTransferError::HugePages { id });
     }
     let made = memfd_create("rekindle-ram", MemfdFlags::CLOEXEC).map_err(io::Error::from).map(File::from);
     match made.and_then(|file| file.set_len(block.info.total).map(|()| file)) {
         Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(CopyError::Copy { id, source }),
+        Err(source) => Err(RamTransferError::File { id, source }),
     }
 }

@@ -2,10 +2,10 @@
 
 use crate::HandoverError;
 use crate::copied_ram::{CopiedRam, CopyLimit};
-use crate::copy_error::CopyError;
 use crate::moved_ram::{MovedRam, RamMove};
 use crate::ram::{Ram, RamSource};
 use crate::ram_transfer::RamTransfer;
+use crate::ram_transfer_error::RamTransferError;
 use crate::source_ram::{SourceRam, SuppliedBlock};
 use rekindle_kernel::process::Process;
 use rekindle_memory::ram::GuestRam;
@@ -26,8 +26,13 @@ impl UnpreparedRam {
     /// charged for the memory.
     ///
     /// # Errors
-    /// [`CopyError`]: a block cannot be supplied, or there is no room. The source is unchanged.
-    pub fn plan(source: &GuestRam, ids: &[String], payer: Process, transfer: RamTransfer) -> Result<Self, CopyError> {
+    /// [`RamTransferError`]: a block cannot be supplied, or there is no room. The source is unchanged.
+    pub fn plan(
+        source: &GuestRam,
+        ids: &[String],
+        payer: Process,
+        transfer: RamTransfer,
+    ) -> Result<Self, RamTransferError> {
         let ram = SourceRam::of(source, ids)?;
         ram.check_room(payer, transfer)?;
         Ok(match transfer {
@@ -47,8 +52,8 @@ impl UnpreparedRam {
     /// Copies RAM while the guest runs ([`CopiedRam::copy_while_running`]), unless it is moved later.
     ///
     /// # Errors
-    /// [`CopyError`]. The source is no longer tracked, and the next call copies all pages.
-    pub fn copy_while_running(&mut self, qmp: &mut Qmp) -> Result<(), CopyError> {
+    /// [`RamTransferError`]. The source is no longer tracked, and the next call copies all pages.
+    pub fn copy_while_running(&mut self, qmp: &mut Qmp) -> Result<(), RamTransferError> {
         match self {
             Self::Copied(ram) => ram.copy_while_running(qmp, CopyLimit::default()).map(drop),
             Self::Moved(_) => Ok(()),
@@ -67,8 +72,8 @@ impl UnpreparedRam {
     /// starts to supply the pages that are waited for.
     ///
     /// # Errors
-    /// [`CopyError`]: the guest must resume in the source.
-    pub fn complete(&mut self, source: &Vmm, stopped: &mut Stopped<'_>) -> Result<(), CopyError> {
+    /// [`RamTransferError`]: the guest must resume in the source.
+    pub fn complete(&mut self, source: &Vmm, stopped: &mut Stopped<'_>) -> Result<(), RamTransferError> {
         match self {
             Self::Copied(ram) => ram.copy_rest(stopped).map(drop),
             Self::Moved(ram) => ram.supply(source, stopped),

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use rekindle_handover::copied_ram::{CopiedRam, CopyLimit};
-use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::ram::{Ram, RamSource};
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Mode, remote};
@@ -213,7 +213,7 @@ fn a_page_that_is_not_copied_is_detected_and_needs_a_copy_while_the_guest_runs()
     let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
     guest::stop(&mut qmp).unwrap();
     let e = copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap_err();
-    assert!(matches!(e, CopyError::NotCopied), "{e}");
+    assert!(matches!(e, RamTransferError::NotCopied), "{e}");
     guest::resume(&mut qmp).unwrap();
     source.qemu.ask("dirty 20");
     copy.copy_while_running(&mut qmp, CopyLimit::default()).unwrap();

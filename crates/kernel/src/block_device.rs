@@ -1,5 +1,8 @@
-//! The read-only flag of a block device. Each write to the device fails while it is set, also by a process that has opened
-//! the device before. It belongs to this host, and ends with its next start.
+//! The read-only flag of a block device. While it is set, the kernel rejects to open the device for writing, and `write(2)`
+//! and asynchronous writes also by a process that has opened it before. It belongs to this host, and ends with its next start.
+//!
+//! It does not stop a mounted file system or a device above it (Linux only logs such writes), pages that were mapped writable
+//! before, SCSI commands (`SG_IO`), or writes to the whole disk that a partition is on.
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;

@@ -20,8 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Bytes of pages that may be in both QEMUs. One injection drops them all.
-pub const WINDOW_BYTES: u64 = 16 << 20;
+/// Bytes of pages after which they are dropped in the source. One injection drops them all.
+const WINDOW_BYTES: u64 = 16 << 20;
+/// Bytes of pages that may be in both QEMUs: while pages cannot be dropped, the guest still gets those that it needs.
+pub const MAX_UNDROPPED_BYTES: u64 = 4 * WINDOW_BYTES;
 /// Delay before a page is fetched again, or pages are dropped again, after a failure.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -70,6 +72,8 @@ pub struct MovedPages {
     /// Supplied pages that were not dropped: addresses in the source.
     undropped: Vec<Range<u64>>,
     undropped_bytes: u64,
+    /// With so many undropped bytes they are dropped: more than a window after a failure.
+    next_drop_bytes: u64,
     on_step: Box<dyn FnMut(WindowStep) + Send>,
     /// The error that was logged last, so that each error is logged once.
     last_error: Option<String>,
@@ -102,8 +106,44 @@ impl MovedPages {
         }
         // Last: a process that was killed runs no call, so nothing had been taken from its memory while its pages were listed.
         let injector = droppable(process)?;
-        let (undropped, undropped_bytes, last_error) = (Vec::new(), 0, None);
-        Ok(Self { source, injector, pidfd, populated, may_drop, undropped, undropped_bytes, on_step, last_error })
+        Ok(Self {
+            source,
+            injector,
+            pidfd,
+            populated,
+            may_drop,
+            undropped: Vec::new(),
+            undropped_bytes: 0,
+            next_drop_bytes: WINDOW_BYTES,
+            on_step,
+            last_error: None,
+        })
+    }
+
+    /// Drops the pages that the other QEMU has, if there are enough of them. A failure is an error only if no more pages may be
+    /// in both.
+    fn drop_if_due(&mut self) -> Result<(), MoveError> {
+        if self.undropped_bytes < self.next_drop_bytes || !self.may_drop.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        match self.drop_supplied() {
+            Err(error) if self.undropped_bytes < MAX_UNDROPPED_BYTES => {
+                self.next_drop_bytes = self.undropped_bytes + WINDOW_BYTES;
+                self.check_alive()?;
+                self.warn_once(&error, "trying again later");
+                Ok(())
+            }
+            dropped => dropped,
+        }
+    }
+
+    fn warn_once(&mut self, error: &MoveError, consequence: &str) {
+        let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
+        let text = format!("{error}{cause}; {consequence}");
+        if self.last_error.as_ref() != Some(&text) {
+            tracing::warn!("{text}");
+            self.last_error = Some(text);
+        }
     }
 
     fn drop_supplied(&mut self) -> Result<(), MoveError> {
@@ -112,6 +152,7 @@ impl MovedPages {
         drop_pages(self.injector, &self.undropped).map_err(|source| MoveError::Drop { pid, source })?;
         self.undropped.clear();
         self.undropped_bytes = 0;
+        self.next_drop_bytes = WINDOW_BYTES;
         (self.on_step)(WindowStep::Dropped);
         Ok(())
     }
@@ -143,9 +184,7 @@ impl PageSource for MovedPages {
     type Error = MoveError;
 
     fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, MoveError> {
-        if self.undropped_bytes >= WINDOW_BYTES && self.may_drop.load(Ordering::SeqCst) {
-            self.drop_supplied()?;
-        }
+        self.drop_if_due()?;
         let no_page = MoveError::NoPage { block, page };
         let Some(source_block) = self.source.block(block) else { return Err(no_page) };
         if page.offset() >= source_block.info.total {
@@ -165,12 +204,7 @@ impl PageSource for MovedPages {
         if let Err(MoveError::SourceEnded { .. }) = self.check_alive() {
             return None;
         }
-        let text =
-            format!("{error}: {}", std::error::Error::source(error).map(ToString::to_string).unwrap_or_default());
-        if self.last_error.as_ref() != Some(&text) {
-            tracing::warn!("{text}; trying again, and the guest waits where it needs a page that was not moved");
-            self.last_error = Some(text);
-        }
+        self.warn_once(error, "trying again, and the guest waits where it needs a page that was not moved");
         Some(RETRY_DELAY)
     }
 

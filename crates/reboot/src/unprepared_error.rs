@@ -1,6 +1,6 @@
 //! Errors of replacing the QEMU of a guest that Rekindle did not start.
 
-use rekindle_handover::copy_error::CopyError;
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_kernel::surroundings::EnvironmentError;
 use rekindle_qemu::adopt::AdoptError;
 use std::io;
@@ -29,7 +29,7 @@ pub enum UnpreparedError {
     NotMoved {
         name: String,
         #[source]
-        source: CopyError,
+        source: RamTransferError,
     },
     #[error(
         "the previous QEMU of {name} ended before all of the guest's RAM was moved to the new one, so the guest's memory is \
@@ -47,7 +47,7 @@ pub enum UnpreparedError {
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     #[error(transparent)]
-    Copy(#[from] CopyError),
+    Copy(#[from] RamTransferError),
     #[error(transparent)]
     Adopt(#[from] AdoptError),
 }

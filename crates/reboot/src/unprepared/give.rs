@@ -3,8 +3,8 @@
 
 use super::{UnpreparedError, forwards, passed, source, spice, tpm, vnc};
 use crate::error::RebootError;
-use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::moved_ram::{MoveReport, RamMove};
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::{Handover, HandoverError};
 use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
@@ -73,7 +73,7 @@ pub(crate) fn finish_move(
     }
 }
 
-fn failed_move(handover: &Handover, source: CopyError) -> RebootError {
+fn failed_move(handover: &Handover, source: RamTransferError) -> RebootError {
     let name = handover.name().to_owned();
     match handover.destination() {
         Some(destination) if !destination.is_alive() => died(handover, destination),
@@ -96,9 +96,13 @@ pub(crate) fn end_source(handover: &mut Handover, destination: &Vmm, qmp: &mut Q
         return Err(died(handover, destination));
     }
     if handover.journal.operation.moved_ram.is_some()
-        && Pager::is_registered_in(destination.process()).map_err(CopyError::from).map_err(UnpreparedError::from)?
+        && Pager::is_registered_in(destination.process())
+            .map_err(RamTransferError::from)
+            .map_err(UnpreparedError::from)?
     {
-        return Err(UnpreparedError::NotMoved { name: handover.name().into(), source: CopyError::NotMoved }.into());
+        return Err(
+            UnpreparedError::NotMoved { name: handover.name().into(), source: RamTransferError::NotMoved }.into()
+        );
     }
     handover.advance(Step::Settle)?;
     handover.pass("replace.settle.journalled");

@@ -4,8 +4,8 @@ use super::recheck::Baseline;
 use super::start::WaitingTaps;
 use super::{UnpreparedError, source};
 use crate::error::RebootError;
-use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::ram::Ram;
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_handover::unprepared_ram::UnpreparedRam;
 use rekindle_handover::{Destination, Handover, PreparedStage, RunningStage, priority, written_disks};
@@ -56,8 +56,9 @@ pub(crate) fn approach(
     taps.takeover.capture()?;
     handover.journal.operation.detached_queues = taps.takeover.queues_to_detach()?;
     // Not from QEMU's own list: QEMU 7.2 does not report the addresses of its blocks.
-    let blocks =
-        GuestRam::of(&mut source_qmp, source.process()).map_err(CopyError::from).map_err(UnpreparedError::from)?;
+    let blocks = GuestRam::of(&mut source_qmp, source.process())
+        .map_err(RamTransferError::from)
+        .map_err(UnpreparedError::from)?;
     let carried = ram.carried_blocks(blocks.blocks().iter().map(|block| block.info.clone()).collect());
     // No file: without the source's private RAM, the state of the devices is useless.
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: None };

@@ -2,8 +2,8 @@
 
 use super::UnpreparedError;
 use crate::error::{RebootError, with_causes};
-use rekindle_handover::copy_error::CopyError;
 use rekindle_handover::ram_transfer::RamTransfer;
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::source_ram::SourceRam;
 use rekindle_kernel::process::Process;
 use rekindle_memory::moving::droppable;
@@ -47,7 +47,7 @@ pub(crate) fn room(
     blocks: &[String],
     prefers_in_place: bool,
 ) -> Result<Room, RebootError> {
-    let ram = GuestRam::of(qmp, source).map_err(CopyError::from).map_err(UnpreparedError::from)?;
+    let ram = GuestRam::of(qmp, source).map_err(RamTransferError::from).map_err(UnpreparedError::from)?;
     let ram = SourceRam::of(&ram, blocks).map_err(UnpreparedError::from)?;
     let this = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let problems_of = |transfer| {
@@ -56,7 +56,7 @@ pub(crate) fn room(
         for check in checks {
             match check {
                 Ok(()) => {}
-                Err(e @ CopyError::NoRoom { .. }) => problems.push(e.to_string()),
+                Err(e @ RamTransferError::NoRoom { .. }) => problems.push(e.to_string()),
                 Err(e) => return Err(UnpreparedError::from(e)),
             }
         }

@@ -5,7 +5,7 @@ use super::inspect::{Inspected, has_vhost, ram_blocks};
 use super::{UnpreparedError, preflight_error};
 use crate::error::RebootError;
 use crate::vmm::preflight::{compare_blocks, compare_cpus, compare_queues};
-use rekindle_handover::copy_error::CopyError;
+use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::takeover::TapTakeover;
 use rekindle_handover::unprepared_ram::UnpreparedRam;
 use rekindle_handover::{Destination, Handover, PreparedStage};
@@ -45,7 +45,8 @@ pub(crate) fn start_destination(
     rehearse: impl FnOnce(&Handover, Process, &mut Qmp) -> Result<(), RebootError>,
 ) -> Result<Waiting, RebootError> {
     let source = inspected.baseline.adopted.process();
-    let guest_ram = GuestRam::of(&mut inspected.qmp, source).map_err(CopyError::from).map_err(UnpreparedError::from)?;
+    let guest_ram =
+        GuestRam::of(&mut inspected.qmp, source).map_err(RamTransferError::from).map_err(UnpreparedError::from)?;
     let ids = ram_blocks(&inspected.baseline.line);
     let payer = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let ram = UnpreparedRam::plan(&guest_ram, &ids, payer, inspected.transfer).map_err(UnpreparedError::from)?;

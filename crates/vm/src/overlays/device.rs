@@ -6,12 +6,14 @@
 //! | device | identity |
 //! |---|---|
 //! | device mapper (LVM, multipath, dm-crypt), md | its UUID |
-//! | SCSI, NVMe, virtio | its world-wide name, or its serial number |
+//! | SCSI, NVMe, virtio | its world-wide name, or its serial number, if that is the device's own |
 //! | loop | the path of its file, and the offset in it |
 //! | partition | its number, its start, and the identity of the disk |
-//! | any other | its number, and the id of this start of the host, so that it is the same one only until the next start |
+//! | any other | the kernel's sequence number, which a device gets when its storage is attached, and the id of this start of the
+//! host: so it is the same one only until it is detached or the host is started again |
 
 use super::OverlayDisksError;
+use rekindle_kernel::block_device;
 use rekindle_kernel::process::boot_id;
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
@@ -30,8 +32,9 @@ const ATTRIBUTES: [(&str, &str); 6] = [
     ("wwid", "wwid"),
     ("wwid", "device/wwid"),
     ("serial", "serial"),
-    ("serial", "device/serial"),
+    ("serial", CONTROLLER_SERIAL),
 ];
+const CONTROLLER_SERIAL: &str = "device/serial";
 
 /// Identifies the storage of a block device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,10 +60,14 @@ impl DeviceIdentity {
         let link = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
         let attributes = link.canonicalize().map_err(OverlayDisksError::io(&link))?;
         let sectors: Option<u64> = attribute(&attributes, "size").and_then(|text| text.parse().ok());
-        let sectors = sectors.ok_or_else(|| OverlayDisksError::io(&link)(io::ErrorKind::InvalidData.into()))?;
+        let sectors = sectors.ok_or_else(|| invalid_data(&link))?;
         let name = match stable_name(&attributes) {
             Some(name) => name,
-            None => format!("device {major}:{minor} of boot {}", boot_id().map_err(OverlayDisksError::io(&link))?),
+            None => {
+                let sequence = sequence_number(&attributes).ok_or_else(|| invalid_data(&link))?;
+                let boot = boot_id().map_err(OverlayDisksError::io(&link))?;
+                format!("device {major}:{minor} with sequence number {sequence} of boot {boot}")
+            }
         };
         Ok(Some(Self { name, bytes: sectors * SECTOR_BYTES }))
     }
@@ -82,6 +89,24 @@ pub(super) fn check_same(image: &Path, expected: Option<&DeviceIdentity>) -> Res
     Err(OverlayDisksError::OtherDevice { image: image.to_owned(), expected: expected.to_string(), actual })
 }
 
+/// Checks that this host does not use a block device, as a mounted file system or below another device: the read-only flag does
+/// not stop their writes.
+pub(super) fn check_unused(device: &Path) -> Result<(), OverlayDisksError> {
+    match block_device::is_in_use(device).map_err(OverlayDisksError::io(device))? {
+        true => Err(OverlayDisksError::DeviceInUse { device: device.to_owned() }),
+        false => Ok(()),
+    }
+}
+
+fn invalid_data(path: &Path) -> OverlayDisksError {
+    OverlayDisksError::io(path)(io::ErrorKind::InvalidData.into())
+}
+
+/// Returns the sequence number of a device (Linux 5.15), or of the disk that a partition is on.
+fn sequence_number(attributes: &Path) -> Option<String> {
+    attribute(attributes, "diskseq").or_else(|| attribute(attributes.parent()?, "diskseq"))
+}
+
 fn attribute(directory: &Path, name: &str) -> Option<String> {
     let text = fs::read_to_string(directory.join(name)).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
@@ -96,7 +121,12 @@ fn stable_name(attributes: &Path) -> Option<String> {
         let offset = attribute(attributes, "loop/offset")?;
         return Some(format!("loop {file} at {offset}"));
     }
-    let found = |(kind, name): &(&str, &str)| Some(format!("{kind} {}", attribute(attributes, name)?));
+    // The serial number in the parent of an NVMe namespace is that of its controller, which may have more namespaces.
+    let is_of_controller = attribute(attributes, "nsid").is_some();
+    let found = |(kind, name): &(&str, &str)| match *name {
+        CONTROLLER_SERIAL if is_of_controller => None,
+        name => Some(format!("{kind} {}", attribute(attributes, name)?)),
+    };
     ATTRIBUTES.iter().find_map(found)
 }
 
@@ -125,6 +155,8 @@ mod tests {
         let partition = [("sda/wwid", "w"), ("sda/sda2/partition", "2"), ("sda/sda2/start", "2048")];
         assert_eq!(name_of("sda/sda2", &partition).unwrap(), "partition 2 at sector 2048 of wwid w");
         assert_eq!(name_of("", &[("serial", ""), ("size", "8")]), None);
+        assert_eq!(named(&[("device/serial", "1")]), "serial 1");
+        assert_eq!(name_of("", &[("nsid", "2"), ("device/serial", "1")]), None, "a controller's serial number");
         assert_eq!(name_of("sda/sda2", &partition[1..]), None, "a partition of an unknown disk");
     }
 

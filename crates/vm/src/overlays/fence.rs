@@ -10,6 +10,7 @@
 //! first overlay, and in a merge.
 
 use super::OverlayDisksError;
+use super::device::{self, DeviceIdentity};
 use super::exposure::Exposure;
 use rekindle_kernel::block_device;
 use std::fs::{self, Permissions};
@@ -38,22 +39,30 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), OverlayDisksError> {
 pub(super) struct FencedImage {
     image: PathBuf,
     qemu: u32,
-    /// The node that its QEMU opens, if the image is a block device.
-    node: Option<PathBuf>,
+    device: Option<FencedDevice>,
+}
+
+/// An image that is a block device.
+#[derive(Debug, Clone)]
+struct FencedDevice {
+    /// The node that its QEMU opens.
+    node: PathBuf,
+    identity: DeviceIdentity,
 }
 
 impl FencedImage {
     /// `qemu`: the domain's QEMU.
-    pub fn new(image: &Path, is_device: bool, qemu: u32) -> Self {
-        Self { image: image.to_owned(), qemu, node: is_device.then(|| node_of(image, qemu)) }
+    pub fn new(image: &Path, device: Option<DeviceIdentity>, qemu: u32) -> Self {
+        let device = device.map(|identity| FencedDevice { node: node_of(image, qemu), identity });
+        Self { image: image.to_owned(), qemu, device }
     }
 
     fn opened_file(&self) -> &Path {
-        self.node.as_deref().unwrap_or(&self.image)
+        self.device.as_ref().map_or(&self.image, |device| &device.node)
     }
 
     pub fn is_device(&self) -> bool {
-        self.node.is_some()
+        self.device.is_some()
     }
 
     /// Counts from now on how often a program opens the image for writing.
@@ -80,21 +89,29 @@ impl FencedImage {
     /// Keeps all programs from opening the image for writing. QEMU must not write to it any more.
     pub fn close(&self) -> Result<(), OverlayDisksError> {
         self.close_to_jobs()?;
-        if self.is_device() { close_device(&self.image) } else { Ok(()) }
+        self.close_device()
+    }
+
+    /// Makes the image read-only for all programs if it is a block device. Data that was written to it before is durable then.
+    pub fn close_device(&self) -> Result<(), OverlayDisksError> {
+        self.set_device(true)
+    }
+
+    fn set_device(&self, read_only: bool) -> Result<(), OverlayDisksError> {
+        let Some(device) = &self.device else { return Ok(()) };
+        // The name may be another device's meanwhile, which is none of ours.
+        device::check_same(&self.image, Some(&device.identity))?;
+        set_device(&self.image, read_only)
     }
 
     pub fn open(&self) -> Result<(), OverlayDisksError> {
-        if self.is_device() {
-            open_device(&self.image)?;
-        }
+        self.set_device(false)?;
         open(self.opened_file())
     }
 
     /// Gives the image the permissions that it had before the fence. QEMU may be writing to it.
     pub fn remove(&self, mode: u32) -> Result<(), OverlayDisksError> {
-        if self.is_device() {
-            open_device(&self.image)?;
-        }
+        self.set_device(false)?;
         remove(self.opened_file(), mode)
     }
 
@@ -115,15 +132,6 @@ fn node_of(image: &Path, qemu: u32) -> PathBuf {
 pub(super) fn has_own_node(image: &Path, qemu: u32) -> io::Result<bool> {
     let (node, shared) = (fs::metadata(node_of(image, qemu))?, fs::metadata(image)?);
     Ok(node.rdev() == shared.rdev() && (node.dev(), node.ino()) != (shared.dev(), shared.ino()))
-}
-
-/// Makes a block device read-only. Data that was written to it before is durable then.
-pub(super) fn close_device(device: &Path) -> Result<(), OverlayDisksError> {
-    set_device(device, true)
-}
-
-fn open_device(device: &Path) -> Result<(), OverlayDisksError> {
-    set_device(device, false)
 }
 
 fn set_device(device: &Path, read_only: bool) -> Result<(), OverlayDisksError> {
@@ -148,7 +156,7 @@ pub(super) fn is_image_open(image: &Path) -> Result<bool, OverlayDisksError> {
 
 /// Removes the fence of an image for a QEMU that is none of libvirt's.
 pub(super) fn remove_from_image(image: &Path, mode: u32) -> Result<(), OverlayDisksError> {
-    if is_device(image)? { open_device(image) } else { remove(image, mode) }
+    if is_device(image)? { set_device(image, false) } else { remove(image, mode) }
 }
 
 /// Removes all write permissions of a file.

@@ -115,6 +115,11 @@ pub enum OverlayDisksError {
     Unrecorded,
     #[error("block job {id} of another program uses QEMU's disks; no checkpoint is taken until it has ended")]
     ForeignJob { id: String },
+    #[error(
+        "block job {id} merges the disk, and may be another program's; no checkpoint is taken until it has ended, and then \
+         earlier ones have lost their disk"
+    )]
+    UnresolvedMerge { id: String },
     #[error("{device}: {obstacle}")]
     NotReady {
         device: String,
@@ -142,7 +147,7 @@ pub enum OverlayDisksError {
     Interference { device: String, image: PathBuf },
     #[error(
         "{device}: another program, for example virsh blockcommit, has merged its overlays into {}, so no earlier \
-         checkpoint has its disk any more; if the protection ends here, use rekindle detach, attach and protect", file.display()
+         checkpoint has its disk any more; if protection has ended, run: rekindle detach, attach, protect", file.display()
     )]
     MergedByOthers { device: String, file: PathBuf },
     #[error(
@@ -158,7 +163,7 @@ pub enum OverlayDisksError {
     ChangedByOthers { image: PathBuf },
     #[error(
         "{}: other programs could merge newer writes into it when Rekindle was killed, so one may have changed it since the \
-         checkpoint. If certainly none has: rm {}, and repeat this", image.display(), exposed.display()
+         checkpoint. If no other program has merged: rm {}, and repeat this", image.display(), exposed.display()
     )]
     Exposed { image: PathBuf, exposed: PathBuf },
     #[error("cannot read libvirt's description of the domain: {problem}")]
@@ -170,22 +175,25 @@ pub enum OverlayDisksError {
     )]
     OnOldOverlays { directory: PathBuf },
     #[error(
-        "{} has write permission, so another program may have changed it since the checkpoint. If certainly none has: \
+        "{} has write permission, so another program may have changed it since the checkpoint. If no program has written to it: \
          chmod a-w {}, and repeat this", file.display(), file.display()
     )]
     FenceOpen { file: PathBuf },
     #[error(
-        "{} can be written, so another program may have changed it since the checkpoint; it is so after a start of this host, \
-         on another host, and if Rekindle was killed in a merge. If certainly none has changed it: blockdev --setro {}, and \
+        "{} is writable, so another program may have changed it since the checkpoint; this is so after a start of this host, \
+         on another host, and if Rekindle was killed in a merge. If no program has written to it: blockdev --setro {}, and \
          repeat this", device.display(), device.display()
     )]
     DeviceFenceOpen { device: PathBuf },
     #[error(
-        "{} is another block device than at the checkpoint: it is {actual}, and was {expected}; give the name to the device of \
-         the checkpoint, and repeat this", image.display()
+        "{} is another block device than at the checkpoint: it is {actual}, and was {expected}; make {} refer to that device \
+         again, and repeat this", image.display(), image.display()
     )]
     OtherDevice { image: PathBuf, expected: String, actual: String },
-    #[error("{}: this host uses the block device, for example as a mounted file system; end that first", device.display())]
+    #[error(
+        "{} is in use by this host: unmount it, or remove the device that uses it (see `lsblk {}`)",
+        device.display(), device.display()
+    )]
     DeviceInUse { device: PathBuf },
     #[error("a QEMU writes to {}: libvirt has started the domain again; end it first", file.display())]
     DomainRuns { file: PathBuf },
@@ -483,7 +491,12 @@ impl OverlayDisks {
         let mut view = DiskView::new(qmp);
         for disk in &self.disks {
             if let Err(e) = disk.settle(&mut view) {
-                tracing::warn!(device = disk.device(), error = %e, "a block device below overlays can be written");
+                tracing::warn!(
+                    device = disk.device(),
+                    error = %e,
+                    "a block device below overlays stays writable; if no program has written to it, make it read-only before a \
+                     restore (blockdev --setro)"
+                );
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Which disk of a VM has its overlays where: `overlays.json` in the run directory, written before the first overlay.
 
-use super::device::DeviceIdentity;
+use super::device::{self, DeviceIdentity};
 use super::fence::FencedImage;
 use super::libvirt::{self, LibvirtDisk};
 use super::view::{Description, read_domain_disks};
@@ -60,7 +60,7 @@ impl RecordedDisk {
     /// Returns the disk if libvirt puts its overlays.
     pub fn libvirt_disk(&self, vmm: &Vmm) -> Option<LibvirtDisk> {
         let Self { device, number, image, directory, target, block_device, .. } = self.clone();
-        let fenced = FencedImage::new(&image, block_device.is_some(), vmm.pid);
+        let fenced = FencedImage::new(&image, block_device, vmm.pid);
         Some(LibvirtDisk { target: target?, device, number, image, fenced, directory })
     }
 }
@@ -142,6 +142,9 @@ impl OverlayRecord {
                 let target = target.transpose().map_err(unsuitable)?;
                 let (drive, bytes) = (chain.base.clone(), node.size);
                 let block_device = DeviceIdentity::of(&image)?;
+                if block_device.is_some() {
+                    device::check_unused(&image)?;
+                }
                 let device = device.into();
                 disks.push(RecordedDisk { device, drive, number, image, directory, bytes, target, block_device });
             }

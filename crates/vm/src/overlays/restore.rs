@@ -21,7 +21,6 @@ use rekindle_disk::overlay::OverlayError;
 use rekindle_disk::overlay::directory::{OverlayDirectory, epoch_of_file};
 use rekindle_disk::overlay::state::{OverlayFence, OverlayState};
 use rekindle_disk::redo::files::LocalFiles;
-use rekindle_kernel::block_device;
 use rekindle_kernel::file::is_locked;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::graph::BlockGraph;
@@ -344,8 +343,8 @@ impl RestoredDisk {
         }
         let below = directory.overlays_of(at.id.epoch)?;
         device::check_same(&at.image, at.block_device.as_ref())?;
-        if at.block_device.is_some() && block_device::is_in_use(&at.image).map_err(OverlayDisksError::io(&at.image))? {
-            return Err(OverlayDisksError::DeviceInUse { device: at.image.clone() });
+        if at.block_device.is_some() {
+            device::check_unused(&at.image)?;
         }
         if state.fence.is_some_and(|fence| fence.is_in_force) {
             check_fence(at, &directory, &below, source)?;

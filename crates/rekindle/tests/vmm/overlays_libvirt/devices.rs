@@ -126,6 +126,12 @@ fn a_domain_on_block_devices_is_protected_restored_and_detached() {
     let first = read_both(guest);
     let without_directory = ["protect", "dom", "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
     lab.rekindle([&without_directory[..], &OVERLAYS].concat()).status(1).prints(&["block device", "--overlay-dir DIR"]);
+    // A program of this host uses one, as a mount does.
+    let used = open(&domain.devices[0].path, OFlags::RDONLY | OFlags::EXCL, Mode::empty()).unwrap();
+    let arguments = domain.arguments(&["--count", "1"]);
+    let protecting = ["protect", "dom", "--store", store.to_str().unwrap(), "--create-store"];
+    lab.rekindle([&protecting[..], &arguments].concat()).status(1).prints(&["/dev/test-vda", "is in use by this host"]);
+    drop(used);
     assert_eq!(domain.protect(&store, "4"), 4);
     domain.assert_fenced();
     // Neither a user of libvirt nor another domain can write to the devices.
@@ -194,11 +200,11 @@ fn only_the_device_of_the_checkpoint_is_restored() {
     vda.link();
     // A program of this host uses it, as a mount does.
     let used = open(&vda.path, OFlags::RDONLY | OFlags::EXCL, Mode::empty()).unwrap();
-    rejected(&["/dev/test-vda", "this host uses the block device"]);
+    rejected(&["/dev/test-vda", "is in use by this host", "lsblk"]);
     drop(used);
     // As after a start of the host.
     block_device::set_read_only(&vdb.path, false).unwrap();
-    rejected(&["/dev/test-vdb can be written", "blockdev --setro /dev/test-vdb"]);
+    rejected(&["/dev/test-vdb is writable", "blockdev --setro /dev/test-vdb"]);
     set_read_only(vdb);
     restore(guest, &store, &[]);
     assert_both_agree(guest, &expected, "restored");

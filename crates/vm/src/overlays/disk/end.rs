@@ -2,8 +2,8 @@
 
 use super::OverlayDisk;
 use crate::fault;
+use crate::overlays::OverlayDisksError;
 use crate::overlays::view::DiskView;
-use crate::overlays::{OverlayDisksError, fence};
 use rekindle_disk::overlay::OverlayError;
 use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::names::OverlayName;
@@ -47,7 +47,7 @@ impl OverlayDisk {
         let Some(disk) = self.libvirt.as_ref().filter(|disk| disk.fenced.is_device()) else { return Ok(()) };
         if !self.vmm.is_alive() {
             // A checkpoint needs the device as it is.
-            return if self.directory.state().sealed > 0 { fence::close_device(&disk.image) } else { Ok(()) };
+            return if self.directory.state().sealed > 0 { disk.fenced.close_device() } else { Ok(()) };
         }
         if let Some(up_to) = self.found(view)?.merging {
             self.finish_or_cancel_merge(view, up_to)?;

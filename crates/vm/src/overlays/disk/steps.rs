@@ -102,7 +102,7 @@ impl OverlayDisk {
         }
         // QEMU may need write permission at its end.
         if let Some(job) = graph.libvirt_merge_of(&disk.target) {
-            return Err(OverlayDisksError::ForeignJob { id: job.id.clone() });
+            return Err(OverlayDisksError::UnresolvedMerge { id: job.id.clone() });
         }
         self.directory.note_exposed()?;
         self.fence(&chain)?;

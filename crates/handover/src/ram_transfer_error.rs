@@ -11,10 +11,13 @@ use std::io;
 
 /// Why a source's RAM cannot be given to a destination.
 #[derive(Debug, thiserror::Error)]
-pub enum CopyError {
+pub enum RamTransferError {
     #[error("the source QEMU has no RAM block {id}")]
     NoBlock { id: String },
-    #[error("RAM block {id} is private memory in huge pages, which cannot be copied")]
+    #[error(
+        "RAM block {id} is private memory in huge pages, which can be neither copied nor moved; start the guest with shared memory \
+         (QEMU: share=on; libvirt: <access mode='shared'/>)"
+    )]
     HugePages { id: String },
     #[error(
         "RAM block {id} is private memory over {file}, which has content: a page that the guest has not written is the file's; \
@@ -41,14 +44,16 @@ pub enum CopyError {
     },
     #[error("cannot determine how much memory is available")]
     UnknownRoom(#[source] io::Error),
-    #[error("cannot make or write the copy of RAM block {id}")]
-    Copy {
+    #[error("cannot open, make or write the file of RAM block {id}")]
+    File {
         id: String,
         #[source]
         source: io::Error,
     },
     #[error("the RAM has not been copied while the guest ran")]
     NotCopied,
+    #[error("the destination's RAM has not been prepared for the move")]
+    NotPrepared,
     #[error("pages of the RAM have not been moved to the new QEMU, and the guest waits where it needs one")]
     NotMoved,
     #[error(transparent)]
