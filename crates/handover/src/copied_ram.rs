@@ -11,22 +11,18 @@ use crate::evidence;
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
 use crate::ram_transfer::RamTransfer;
 use crate::ram_transfer_error::RamTransferError;
-use crate::source_ram::{SourceRam, SuppliedBlock, path_of};
-use rekindle_kernel::file::punch_hole;
+use crate::source_ram::SourceRam;
+use crate::supplied_block::SuppliedBlock;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Tracker, UndrainedDirty};
-use rekindle_pages::{PAGE_SIZE, PageRuns, ZERO_PAGE};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::transfer::Feed;
 use rekindle_qemu::userfaultfd;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::Operation;
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 /// Bytes that are copied at a time. The buffer fits into a processor's cache.
@@ -74,7 +70,7 @@ impl CopiedRam {
     /// [`RamTransferError`]: a block cannot be supplied, or there is no room for the copy. The source is unchanged.
     pub fn plan(source: &GuestRam, ids: &[String], payer: Process) -> Result<Self, RamTransferError> {
         let ram = SourceRam::of(source, ids)?;
-        ram.check_room(payer, RamTransfer::Copied)?;
+        ram.check(payer, RamTransfer::Copied)?;
         Ok(Self::new(ram))
     }
 
@@ -154,8 +150,7 @@ impl CopiedRam {
     /// Returns whether the evidence in `operation` proves that the guest has not run in the destination.
     #[must_use]
     pub fn is_untouched(&self, operation: &Operation) -> bool {
-        let is_untouched =
-            |block: &SuppliedBlock| evidence::is_untouched(&path_of(&block.file), operation.untouched_since_ns);
+        let is_untouched = |block: &SuppliedBlock| evidence::is_untouched(&block.path(), operation.untouched_since_ns);
         self.blocks().all(is_untouched)
     }
 
@@ -196,14 +191,11 @@ impl CopiedRam {
         let mut buffer = vec![0; PIECE_BYTES as usize];
         let pages = dirty.written.iter().zip(&dirty.zero);
         for ((block, copy), (written, zero)) in self.ram.private.blocks().iter().zip(&self.ram.files).zip(pages) {
-            let failed = |source| RamTransferError::File { id: copy.id.clone(), source };
-            for run in zero {
-                punch_hole(&copy.file, run.start, run.end - run.start).map_err(failed)?;
-            }
+            copy.clear(zero)?;
             for piece in written.split(PIECE_BYTES) {
                 let content = buffer.get_mut(..piece.bytes() as usize).unwrap_or_default();
                 self.ram.private.read(block, &piece, content)?;
-                write(&copy.file, &piece, content).map_err(failed)?;
+                copy.write(&piece, content)?;
             }
         }
         Ok(())
@@ -216,7 +208,7 @@ impl Ram for CopiedRam {
     }
 
     fn note_evidence(&self, operation: &mut Operation) {
-        let marks = self.blocks().map(|block| evidence::mark_ram(&path_of(&block.file)));
+        let marks = self.blocks().map(|block| evidence::mark_ram(&block.path()));
         operation.untouched_since_ns = marks.reduce(|first, next| first.and(next)).flatten();
     }
 }
@@ -226,47 +218,5 @@ impl RamSource for CopiedRam {
 
     fn connect(&mut self, _destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, HandoverError> {
         Ok(Feed::open(qmp, WITHOUT_RAM)?)
-    }
-}
-
-/// Writes the content of runs of pages. Pages of zeros become holes, which need no memory.
-fn write(copy: &File, runs: &PageRuns, content: &[u8]) -> io::Result<()> {
-    let mut pages = content.as_chunks::<PAGE_SIZE>().0;
-    for run in runs {
-        let (run_pages, later_pages) = pages.split_at(((run.end - run.start) / PAGE_SIZE as u64) as usize);
-        pages = later_pages;
-        let mut offset = run.start;
-        for alike in run_pages.chunk_by(|page, next| (*page == ZERO_PAGE) == (*next == ZERO_PAGE)) {
-            let bytes = alike.as_flattened();
-            match alike.first() {
-                Some(&ZERO_PAGE) => punch_hole(copy, offset, bytes.len() as u64)?,
-                _ => copy.write_all_at(bytes, offset)?,
-            }
-            offset += bytes.len() as u64;
-        }
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::fs::{MemfdFlags, memfd_create};
-    use std::os::unix::fs::MetadataExt;
-
-    #[test]
-    fn pages_of_zeros_become_holes_and_all_others_are_written_at_their_offsets() {
-        const PAGE: u64 = PAGE_SIZE as u64;
-        let copy = File::from(memfd_create("test", MemfdFlags::CLOEXEC).unwrap());
-        copy.write_all_at(&[9; 8 * PAGE_SIZE], 0).unwrap();
-        let mut runs = PageRuns::new();
-        [PAGE..4 * PAGE, 6 * PAGE..7 * PAGE].into_iter().for_each(|run| runs.push(run));
-        let content: Vec<u8> = [1, 0, 0, 2].iter().flat_map(|byte| [*byte; PAGE_SIZE]).collect();
-        write(&copy, &runs, &content).unwrap();
-        let mut found = [0; 8 * PAGE_SIZE];
-        copy.read_exact_at(&mut found, 0).unwrap();
-        let first_bytes: Vec<u8> = found.iter().step_by(PAGE_SIZE).copied().collect();
-        assert_eq!(first_bytes, [9, 1, 0, 0, 9, 9, 2, 9]);
-        assert_eq!(copy.metadata().unwrap().blocks() * 512, 6 * PAGE);
     }
 }

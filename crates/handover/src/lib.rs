@@ -13,7 +13,8 @@
 //! | [`operation`] | the VM, the journal and the timeline of a hand-over; the return to the source |
 //! | [`ram`] | the ways in which the destination gets the guest's RAM |
 //! | [`unprepared_ram`] | the RAM of a source that Rekindle did not start, copied or moved |
-//! | [`source_ram`], [`copied_ram`], [`moved_ram`] | its blocks; copying it; moving it in place |
+//! | [`source_ram`], [`supplied_block`] | its blocks; the file of each |
+//! | [`copied_ram`], [`moved_ram`] | copying it; moving it in place |
 //! | [`ram_transfer`], [`ram_transfer_error`] | which of the two; why it fails |
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
 //! | [`saved_state`] | the state of a suspended guest in a file |
@@ -47,6 +48,7 @@ pub mod ram_transfer_error;
 pub mod saved_state;
 pub mod source_ram;
 pub mod source_state;
+pub mod supplied_block;
 pub mod takeover;
 pub mod unprepared_ram;
 pub mod written_disks;

@@ -16,7 +16,8 @@
 
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
 use crate::ram_transfer_error::RamTransferError;
-use crate::source_ram::{SourceRam, SuppliedBlock};
+use crate::source_ram::SourceRam;
+use crate::supplied_block::SuppliedBlock;
 use crate::{Handover, HandoverError};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::sched;

@@ -14,11 +14,22 @@ use std::io;
 pub enum RamTransferError {
     #[error("the source QEMU has no RAM block {id}")]
     NoBlock { id: String },
-    #[error(
-        "RAM block {id} is private memory in huge pages, which can be neither copied nor moved; start the guest with shared memory \
-         (QEMU: share=on; libvirt: <access mode='shared'/>)"
-    )]
+    #[error("RAM block {id} is private memory in huge pages, which can be copied, but not moved in place")]
     HugePages { id: String },
+    #[error(
+        "RAM block {id}: its copy needs {} MiB in huge pages of {} KiB, and {} MiB are left; {remedy}",
+        requested >> 20, page >> 10, left >> 20
+    )]
+    NoHugePages {
+        id: String,
+        /// Bytes requested.
+        requested: u64,
+        /// Bytes left.
+        left: u64,
+        /// Bytes of a huge page.
+        page: u64,
+        remedy: String,
+    },
     #[error(
         "RAM block {id} is private memory over {file}, which has content: a page that the guest has not written is the file's; \
          start the guest with share=on, or without this file"

@@ -2,32 +2,17 @@
 
 use crate::ram_transfer::RamTransfer;
 use crate::ram_transfer_error::RamTransferError;
+use crate::supplied_block::SuppliedBlock;
 use rekindle_kernel::maps;
 use rekindle_kernel::process::Process;
 use rekindle_memory::moving::MAX_UNDROPPED_BYTES;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::room::available_to;
-use rekindle_pages::PAGE_SIZE;
-use rustix::fs::{MemfdFlags, memfd_create};
-use std::fs::File;
-use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Memory that a replacement leaves to the host, in bytes.
 const RESERVE_BYTES: u64 = 64 << 20;
-
-/// A RAM block as a file that a destination maps from its first byte on.
-#[derive(Debug)]
-pub struct SuppliedBlock {
-    /// QEMU's name of the block.
-    pub id: String,
-    /// Open for reading and writing.
-    pub file: File,
-    pub bytes: u64,
-}
 
 /// RAM blocks of a source, with their files.
 #[derive(Debug)]
@@ -38,7 +23,7 @@ pub struct SourceRam {
     pub(crate) files: Vec<SuppliedBlock>,
     /// Blocks of shared memory: the source's own files.
     pub(crate) shared: Vec<SuppliedBlock>,
-    /// Bytes of the private blocks that need memory.
+    /// Bytes of the private blocks that need memory. The huge pages of a file are reserved.
     populated_bytes: u64,
 }
 
@@ -54,11 +39,14 @@ impl SourceRam {
             let no_block = || RamTransferError::NoBlock { id: id.clone() };
             let block = source.block_id(id).and_then(|id| source.block(id)).ok_or_else(no_block)?;
             if block.shared {
-                shared.push(shared_file(block)?);
+                shared.push(SuppliedBlock::shared(block)?);
             } else {
                 check_no_content(source.process(), block)?;
-                populated_bytes += source.populated(block)?.bytes();
-                files.push(empty_file(block)?);
+                let file = SuppliedBlock::empty(block)?;
+                if !file.is_huge() {
+                    populated_bytes += source.populated(block)?.bytes();
+                }
+                files.push(file);
                 private_blocks.push(block.info.clone());
             }
         }
@@ -87,11 +75,15 @@ impl SourceRam {
         }
     }
 
-    /// Checks that there is room for the transfer. `payer`: a process whose control groups are charged for it.
+    /// Checks that the transfer is possible, and that there is room for it. `payer`: a process whose control groups are charged
+    /// for it.
     ///
     /// # Errors
-    /// [`RamTransferError::NoRoom`], [`RamTransferError::UnknownRoom`].
-    pub fn check_room(&self, payer: Process, transfer: RamTransfer) -> Result<(), RamTransferError> {
+    /// [`RamTransferError::NoRoom`], [`RamTransferError::UnknownRoom`], [`RamTransferError::HugePages`].
+    pub fn check(&self, payer: Process, transfer: RamTransfer) -> Result<(), RamTransferError> {
+        if let (RamTransfer::InPlace, Some(huge)) = (transfer, self.files.iter().find(|file| file.is_huge())) {
+            return Err(RamTransferError::HugePages { id: huge.id.clone() });
+        }
         let needed = self.needed_bytes(transfer);
         if needed == 0 {
             return Ok(());
@@ -102,10 +94,6 @@ impl SourceRam {
         }
         Ok(())
     }
-}
-
-pub(crate) fn path_of(file: &File) -> PathBuf {
-    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 /// Rejects private memory over a file that has content: its pages that were not written are not zero.
@@ -120,27 +108,4 @@ fn check_no_content(source: Process, block: &Block) -> Result<(), RamTransferErr
         }
     }
     Ok(())
-}
-
-/// Opens the file of a block of shared memory.
-fn shared_file(block: &Block) -> Result<SuppliedBlock, RamTransferError> {
-    let id = block.info.id.clone();
-    let Some((file, 0)) = block.file() else { return Err(RamTransferError::NoWholeFile { id }) };
-    match File::options().read(true).write(true).open(path_of(file)) {
-        Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(RamTransferError::File { id, source }),
-    }
-}
-
-/// Makes an empty file for a private block.
-fn empty_file(block: &Block) -> Result<SuppliedBlock, RamTransferError> {
-    let id = block.info.id.clone();
-    if block.info.page_size != PAGE_SIZE as u64 {
-        return Err(RamTransferError::HugePages { id });
-    }
-    let made = memfd_create("rekindle-ram", MemfdFlags::CLOEXEC).map_err(io::Error::from).map(File::from);
-    match made.and_then(|file| file.set_len(block.info.total).map(|()| file)) {
-        Ok(file) => Ok(SuppliedBlock { id, file, bytes: block.info.total }),
-        Err(source) => Err(RamTransferError::File { id, source }),
-    }
 }

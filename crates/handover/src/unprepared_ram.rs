@@ -6,7 +6,8 @@ use crate::moved_ram::{MovedRam, RamMove};
 use crate::ram::{Ram, RamSource};
 use crate::ram_transfer::RamTransfer;
 use crate::ram_transfer_error::RamTransferError;
-use crate::source_ram::{SourceRam, SuppliedBlock};
+use crate::source_ram::SourceRam;
+use crate::supplied_block::SuppliedBlock;
 use rekindle_kernel::process::Process;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
@@ -34,7 +35,7 @@ impl UnpreparedRam {
         transfer: RamTransfer,
     ) -> Result<Self, RamTransferError> {
         let ram = SourceRam::of(source, ids)?;
-        ram.check_room(payer, transfer)?;
+        ram.check(payer, transfer)?;
         Ok(match transfer {
             RamTransfer::InPlace if ram.has_private() => Self::Moved(MovedRam::new(ram)?),
             RamTransfer::InPlace | RamTransfer::Copied => Self::Copied(CopiedRam::new(ram)),

@@ -5,7 +5,9 @@
 
 use rekindle_handover::copied_ram::{CopiedRam, CopyLimit};
 use rekindle_handover::ram::{Ram, RamSource};
+use rekindle_handover::ram_transfer::RamTransfer;
 use rekindle_handover::ram_transfer_error::RamTransferError;
+use rekindle_handover::source_ram::SourceRam;
 use rekindle_handover::source_state::{SourceState, StateSink, StreamForm};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Mode, remote};
@@ -18,6 +20,7 @@ use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::transfer::{Feed, save_to_file, set_capabilities, wait_loaded};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
+use rekindle_testing::hugepages::{HUGE_PAGE_SIZE, HugePages};
 use rekindle_testing::process::open_files;
 use rekindle_testing::tools::{qemu_new, qemu_newest, qemu_old};
 use rekindle_testing::wait_for;
@@ -203,6 +206,43 @@ fn the_copy_of_a_running_guest_is_its_ram_at_each_stop() {
         source.qemu.ask(STOP_WRITING);
         assert!(source.qemu.ask("verify").parse::<u64>().unwrap() > 0);
     }
+}
+
+/// As libvirt gives a domain with `<hugepages/>` its RAM, unless it is shared.
+#[test]
+fn private_huge_pages_are_copied_into_huge_pages() {
+    let pages = HugePages::add(2 * RAM_MIB * MIB / HUGE_PAGE_SIZE).unwrap();
+    let backend = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M,share=off,prealloc=on";
+    let source = Source::boot(qemu_new(), backend);
+    source.qemu.ask(FILL_MEMORY);
+    source.qemu.ask(WRITE_MEMORY);
+    let left = pages.free_bytes();
+    assert!(left >= RAM_MIB * MIB);
+    let mut qmp = source.qemu.qmp();
+    let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
+    let this = Process::current().unwrap();
+    let mut copy = CopiedRam::plan(&ram, &supplied(), this).unwrap();
+    assert_eq!(pages.free_bytes(), left - RAM_MIB * MIB, "reserved");
+    assert!(matches!(
+        SourceRam::of(&ram, &supplied()).unwrap_err(),
+        RamTransferError::NoHugePages { requested, .. } if requested == RAM_MIB * MIB
+    ));
+    let mut rest_bytes = 0;
+    for stop in 0..STOPS {
+        copy.copy_while_running(&mut qmp, random_limit(stop)).unwrap();
+        guest::stop(&mut qmp).unwrap();
+        rest_bytes += copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap();
+        assert_is_ram(&ram, &copy, &format!("stop {stop}"));
+        guest::resume(&mut qmp).unwrap();
+    }
+    assert!(rest_bytes > 0, "no stop left a page to copy");
+    copy.detach().unwrap();
+    drop(copy);
+    assert_eq!(pages.free_bytes(), left);
+    let in_place = SourceRam::of(&ram, &supplied()).unwrap().check(this, RamTransfer::InPlace).unwrap_err();
+    assert!(matches!(in_place, RamTransferError::HugePages { .. }), "{in_place}");
+    source.qemu.ask(STOP_WRITING);
+    assert!(source.qemu.ask("verify").parse::<u64>().unwrap() > 0);
 }
 
 #[test]

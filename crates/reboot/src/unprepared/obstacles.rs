@@ -51,7 +51,7 @@ pub(crate) fn room(
     let ram = SourceRam::of(&ram, blocks).map_err(UnpreparedError::from)?;
     let this = Process::current().map_err(RebootError::file(Path::new("/proc/self/stat")))?;
     let problems_of = |transfer| {
-        let checks = [this, source].map(|payer| ram.check_room(payer, transfer));
+        let checks = [this, source].map(|payer| ram.check(payer, transfer));
         let mut problems = Vec::new();
         for check in checks {
             match check {

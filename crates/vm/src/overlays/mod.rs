@@ -234,6 +234,7 @@ impl OverlayDisksError {
             self,
             Self::NotReady { .. }
                 | Self::ForeignJob { .. }
+                | Self::UnresolvedMerge { .. }
                 | Self::ForeignSnapshot { .. }
                 | Self::Interference { .. }
                 | Self::LibvirtDisagrees { .. }
