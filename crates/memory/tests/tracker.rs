@@ -163,6 +163,8 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
         for round in 0..25 {
             victim.resume();
             thread::sleep(Duration::from_millis(5));
+            // On a busy machine it may not have run yet.
+            wait_for(|| "a write".into(), || (tracker.peek().unwrap().bytes() > 0).then_some(()));
             victim.stop();
             let dirty = tracker.collect(&mut stopped).unwrap();
             let memory_at_stop = victim.memory();

@@ -31,13 +31,19 @@ impl HugePages {
     pub fn add(pages: u64) -> Result<Self, String> {
         let lock = File::open(pool_directory()).map_err(|e| format!("this host has no huge pages of 2 MiB: {e}"))?;
         flock(&lock, FlockOperation::LockExclusive).expect("a directory can be locked");
+        let mut huge_pages = Self { added: 0, _lock: lock };
+        huge_pages.add_more(pages).map(|()| huge_pages)
+    }
+
+    /// Adds further pages, as [`HugePages::add`].
+    pub fn add_more(&mut self, pages: u64) -> Result<(), String> {
         let size_before = read_pool("nr_hugepages")?;
         let (path, size) = (pool_directory().join("nr_hugepages"), size_before + pages);
         let written = fs::write(&path, size.to_string());
         let added = read_pool("nr_hugepages")?.saturating_sub(size_before);
-        let huge_pages = Self { added, _lock: lock };
+        self.added += added;
         if added == pages {
-            return Ok(huge_pages);
+            return Ok(());
         }
         Err(format!(
             "{pages} huge pages of 2 MiB are needed, and this host has added {added} ({written:?}); as root on a host \

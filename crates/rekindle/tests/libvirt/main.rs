@@ -6,6 +6,7 @@ mod changes;
 mod daemon;
 mod disk_page;
 mod faults;
+mod huge_pages;
 mod in_place;
 mod interference;
 mod page;
@@ -38,11 +39,17 @@ const DISK_BLOCKS: u64 = 512;
 
 /// Boots a guest with a tap and a VNC server, and with a pattern in its memory and on a disk of its own.
 fn boot<'a>(libvirt: &'a PrivateLibvirt, name: &str) -> Domain<'a> {
+    boot_in(libvirt, name, "")
+}
+
+/// As [`boot`], with memory of the kind that libvirt's element `memory_backing` describes.
+fn boot_in<'a>(libvirt: &'a PrivateLibvirt, name: &str, memory_backing: &str) -> Domain<'a> {
     let content: Vec<u8> = (0..DISK_BLOCKS * 4096).map(|byte| (byte % 251) as u8).collect();
     fs::write(format!("/var/lib/libvirt/images/{name}"), content).unwrap();
     let devices = DEVICES.replace("images/disk", &format!("images/{name}")) + &vnc::server(free_port());
     let network = Network::Tap("");
-    let domain = libvirt.boot(&DomainOptions { devices: &devices, network, ..DomainOptions::new(name) });
+    let domain =
+        libvirt.boot(&DomainOptions { devices: &devices, memory_backing, network, ..DomainOptions::new(name) });
     domain.ask("touch 48M 7");
     domain.ask("dirty 20 48 random");
     domain
