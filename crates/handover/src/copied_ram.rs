@@ -9,13 +9,10 @@
 use crate::HandoverError;
 use crate::evidence;
 use crate::ram::{Ram, RamSource, WITHOUT_RAM};
-use crate::ram_transfer::RamTransfer;
 use crate::ram_transfer_error::RamTransferError;
 use crate::source_ram::SourceRam;
 use crate::supplied_block::SuppliedBlock;
 use rekindle_kernel::inject::Injector;
-use rekindle_kernel::process::Process;
-use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Tracker, UndrainedDirty};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stopped::Stopped;
@@ -63,17 +60,6 @@ pub struct CopiedRam {
 }
 
 impl CopiedRam {
-    /// Makes the files for the blocks of `source` with the names `ids`. The files of private blocks are empty. `payer`
-    /// is the process whose control groups are charged for the copy.
-    ///
-    /// # Errors
-    /// [`RamTransferError`]: a block cannot be supplied, or there is no room for the copy. The source is unchanged.
-    pub fn plan(source: &GuestRam, ids: &[String], payer: Process) -> Result<Self, RamTransferError> {
-        let ram = SourceRam::of(source, ids)?;
-        ram.check(payer, RamTransfer::Copied)?;
-        Ok(Self::new(ram))
-    }
-
     /// Copies `ram`, for which there is room.
     #[must_use]
     pub fn new(ram: SourceRam) -> Self {

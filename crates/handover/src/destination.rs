@@ -19,7 +19,7 @@ use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{Feed, begin_load_from_file, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
-use rekindle_vm::journal::Step;
+use rekindle_vm::journal::{JOURNAL_FILE, Step};
 use rekindle_vm::network;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
@@ -360,7 +360,7 @@ impl<R> Destination<RunningStage<R>> {
         if self.start == Start::Incoming {
             network::forward_ports(&mut self.qmp, &state.hardware);
         }
-        let failed = handover.file_error("operation.json");
+        let failed = handover.file_error(JOURNAL_FILE);
         let Handover { journal, mut recorder, .. } = handover;
         let operation = journal.operation.clone();
         journal.close().map_err(failed)?;

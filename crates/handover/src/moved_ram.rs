@@ -224,8 +224,11 @@ impl Drop for RamMove {
             self.ends_on_demand.store(true, Ordering::SeqCst);
         }
         match self.thread.take().map(JoinHandle::join) {
-            Some(Ok(Err(error))) if is_abandoned => tracing::debug!("{error}"),
-            Some(Ok(Err(error))) => tracing::error!("{error}; run `rekindle recover`"),
+            Some(Ok(Err(error @ PagerError::QemuEnded { .. }))) if is_abandoned => tracing::debug!("{error}"),
+            Some(Ok(Err(error))) => {
+                let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
+                tracing::error!("{error}{cause}; run `rekindle recover`");
+            }
             Some(Err(_)) => tracing::error!("moving the guest's RAM has failed unexpectedly; run `rekindle recover`"),
             Some(Ok(Ok(_))) | None => {}
         }

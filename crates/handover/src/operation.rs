@@ -7,7 +7,7 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::fault;
-use rekindle_vm::journal::{Journal, Kind, Operation, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind, Operation, Step};
 use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -74,7 +74,7 @@ impl Handover {
     /// # Errors
     /// [`HandoverError::File`]: the journal cannot be written; then the step must not be taken.
     pub fn advance(&mut self, step: Step) -> Result<(), HandoverError> {
-        self.journal.advance(step).map_err(self.file_error("operation.json"))
+        self.journal.advance(step).map_err(self.file_error(JOURNAL_FILE))
     }
 
     /// Writes the journal without a new step.
@@ -82,7 +82,7 @@ impl Handover {
     /// # Errors
     /// [`HandoverError::File`]: the journal cannot be written.
     pub fn write_journal(&self) -> Result<(), HandoverError> {
-        self.journal.write().map_err(self.file_error("operation.json"))
+        self.journal.write().map_err(self.file_error(JOURNAL_FILE))
     }
 
     /// Passes the fault point `name`, at which a test can make a process fail.
@@ -159,7 +159,7 @@ impl Handover {
             }
         }
         self.discard_destination()?;
-        let failed = self.file_error("operation.json");
+        let failed = self.file_error(JOURNAL_FILE);
         self.journal.close().map_err(failed)
     }
 

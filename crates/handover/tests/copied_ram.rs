@@ -106,6 +106,10 @@ fn next_random(mut random: u64) -> u64 {
     random ^ random << 17
 }
 
+fn copy_of(ram: &GuestRam) -> CopiedRam {
+    CopiedRam::new(SourceRam::of(ram, &supplied()).unwrap())
+}
+
 fn supplied() -> [String; 1] {
     [MAIN_RAM.to_owned()]
 }
@@ -156,7 +160,7 @@ fn follow_a_guest(source: &Source, seed: u64, reads: &AtomicU64) {
     let mut qmp = source.qemu.qmp();
     let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
     let before = open_files(source.qemu.process.pid);
-    let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
+    let mut copy = copy_of(&ram);
     assert!(copy.needs_copy());
     let mut random = seed;
     let (mut running_bytes, mut rest_bytes) = (0, 0);
@@ -221,7 +225,7 @@ fn private_huge_pages_are_copied_into_huge_pages() {
     let mut qmp = source.qemu.qmp();
     let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
     let this = Process::current().unwrap();
-    let mut copy = CopiedRam::plan(&ram, &supplied(), this).unwrap();
+    let mut copy = copy_of(&ram);
     assert_eq!(pages.free_bytes(), left - RAM_MIB * MIB, "reserved");
     assert!(matches!(
         SourceRam::of(&ram, &supplied()).unwrap_err(),
@@ -250,7 +254,7 @@ fn a_page_that_is_not_copied_is_detected_and_needs_a_copy_while_the_guest_runs()
     let source = Source::boot(qemu_new(), "memory-backend-ram");
     let mut qmp = source.qemu.qmp();
     let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
-    let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
+    let mut copy = copy_of(&ram);
     guest::stop(&mut qmp).unwrap();
     let e = copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap_err();
     assert!(matches!(e, RamTransferError::NotCopied), "{e}");
@@ -280,14 +284,14 @@ fn shared_ram_is_passed_on_and_not_copied() {
     let mut qmp = source.qemu.qmp();
     let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
     let before = open_files(source.qemu.process.pid);
-    let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
+    let mut copy = copy_of(&ram);
     assert!(!copy.needs_copy());
     assert_eq!(copy.copy_while_running(&mut qmp, CopyLimit::default()).unwrap().copied_bytes, 0);
     assert_eq!(open_files(source.qemu.process.pid), before, "the source is not tracked");
     guest::stop(&mut qmp).unwrap();
     assert_eq!(copy.copy_rest(&mut Stopped::check(&mut qmp).unwrap()).unwrap(), 0);
     assert_is_ram(&ram, &copy, "the same file");
-    let unknown = CopiedRam::plan(&ram, &["ram-node7".to_owned()], Process::current().unwrap()).unwrap_err();
+    let unknown = SourceRam::of(&ram, &["ram-node7".to_owned()]).unwrap_err();
     assert!(unknown.to_string().contains("ram-node7"), "{unknown}");
 }
 
@@ -329,7 +333,7 @@ fn a_guest_continues_on_the_copy_in_a_qemu_that_can_save_all_of_it() {
         let boot = source.qemu.ask("boot-id");
         let mut qmp = source.qemu.qmp();
         let ram = GuestRam::of(&mut qmp, source.qemu.process).unwrap();
-        let mut copy = CopiedRam::plan(&ram, &supplied(), Process::current().unwrap()).unwrap();
+        let mut copy = copy_of(&ram);
         let file = &copy.blocks().next().unwrap().file;
         let mapped = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         let backend = format!("memory-backend-file,mem-path={mapped},share=on");

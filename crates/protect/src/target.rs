@@ -6,7 +6,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::Vm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::{LockError, RunStateLock};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{State, format_of};
@@ -110,7 +110,7 @@ impl Target {
     /// [`TargetError::Moved`]: another QEMU runs the guest. [`TargetError::Life`]: an operation was interrupted.
     pub fn hold_run_state(&self) -> Result<RunStateLock, TargetError> {
         let run_state = RunStateLock::acquire(&self.rundir, REBOOT_TIMEOUT)?;
-        let failed = |source| TargetError::RunDir { path: self.rundir.file("operation.json"), source };
+        let failed = |source| TargetError::RunDir { path: self.rundir.file(JOURNAL_FILE), source };
         if let Some(Journal { operation, .. }) = Journal::read(&self.rundir).map_err(failed)?
             && operation.step >= Step::Suspend
         {

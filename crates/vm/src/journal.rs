@@ -129,6 +129,9 @@ pub struct SavedState {
     pub without_ram: bool,
 }
 
+/// Name of the journal in the run directory.
+pub const JOURNAL_FILE: &str = "operation.json";
+
 /// The content of `operation.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Operation {
@@ -436,7 +439,7 @@ impl Journal {
 }
 
 fn path(rundir: &RunDir) -> PathBuf {
-    rundir.file("operation.json")
+    rundir.file(JOURNAL_FILE)
 }
 
 #[cfg(test)]
@@ -480,7 +483,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        fs::write(rundir.file("operation.json"), "{").unwrap();
+        fs::write(rundir.file(JOURNAL_FILE), "{").unwrap();
         assert!(Journal::read(&rundir).unwrap_err().to_string().contains("operation.json"));
     }
 }

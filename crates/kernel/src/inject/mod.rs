@@ -13,7 +13,7 @@
 //! | a signal arrives during the call | it is delivered once, after the call, with the thread's own registers |
 //! | in a system call | the kernel restarts it. A time-out continues with the time that remains: `restart_block` is unchanged, since an injected call never waits |
 //! | in a call that Linux does not restart (`epoll_wait`, `semop`, ...: signal(7)) | its `EINTR` is replaced by `ERESTARTNOHAND`, with which the kernel restarts it unless a signal handler runs. Its time-out starts again, so such a thread is chosen last |
-//! | stopped by `SIGSTOP` | it makes the call and is stopped again |
+//! | stopped by `SIGSTOP` | it makes the call and is stopped again when the injection returns |
 //! | with a seccomp filter, which may kill it for the call | the filter is suspended where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`); otherwise only calls that every process makes are injected |
 //! | inside a restartable sequence (rseq) | it is resumed and stopped again shortly afterwards |
 //! | a worker of the kernel (vhost, io_uring, KVM), which cannot be traced | it is not chosen |
@@ -60,6 +60,9 @@ use trace::{Cancelled, EntryStop, Tracee};
 const STOP_TIMEOUT: Duration = Duration::from_millis(250);
 /// Total time for trying threads.
 const STOP_TIMEOUT_OF_ALL_THREADS: Duration = Duration::from_secs(30);
+/// Time that a process stopped by a signal may take to be stopped again after an injection. It takes microseconds.
+const RESTOP_TIMEOUT: Duration = Duration::from_secs(10);
+const RESTOP_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// How many times a thread that stops inside a restartable sequence is resumed and stopped again.
 const MAX_SEQUENCE_STOPS: u32 = 20;
 /// Time limit of one call, including signals and stops that interrupt it. A call takes microseconds, but a busy machine
@@ -128,6 +131,27 @@ impl Injector {
     /// # Errors
     /// [`InjectError`]. Calls before the failed one have been made.
     pub fn run<T: Send>(
+        &self,
+        work: impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send,
+    ) -> Result<T, InjectError> {
+        let was_stopped = self.process.is_stopped();
+        let result = self.run_in_any_thread(work);
+        if was_stopped {
+            self.await_stop();
+        }
+        result
+    }
+
+    /// Waits until the process is stopped again, as it was before. The kernel resumes a thread when it detaches it, and stops it
+    /// again before it leaves the kernel. Returns after [`RESTOP_TIMEOUT`] if another program has continued the process.
+    fn await_stop(&self) {
+        let deadline = Instant::now() + RESTOP_TIMEOUT;
+        while !self.process.is_stopped() && self.process.is_alive() && Instant::now() < deadline {
+            std::thread::sleep(RESTOP_POLL_INTERVAL);
+        }
+    }
+
+    fn run_in_any_thread<T: Send>(
         &self,
         work: impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send,
     ) -> Result<T, InjectError> {

@@ -25,7 +25,7 @@ use rekindle_vm::definition::Name;
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -99,7 +99,7 @@ pub(super) fn resume_here(
         }
         _ => {}
     }
-    journal.close().map_err(failed_at(rundir.file("operation.json")))?;
+    journal.close().map_err(failed_at(rundir.file(JOURNAL_FILE)))?;
     MoveRecord::remove(rundir).map_err(failed_at(rundir.file("move.json")))
 }
 
@@ -118,7 +118,7 @@ fn wait_disks_connected(rundir: &RunDir, state: &State) {
 
 /// Removes a VM from this host after another host has claimed its guest.
 pub(super) fn remove_here(host: &Host, held: &LockedVm, mut journal: Journal) -> Result<(), MoveError> {
-    let path = held.rundir.file("operation.json");
+    let path = held.rundir.file(JOURNAL_FILE);
     journal.advance(Step::Settle).map_err(|source| MoveError::File { path, source })?;
     rekindle_vm::fault::point("move.settle.journalled", held.state.vmm.as_ref(), None);
     if let Some(domain) = SourceDomain::of(&held.state) {

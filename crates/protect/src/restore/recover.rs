@@ -6,7 +6,7 @@ use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::Recorder;
 
@@ -43,7 +43,7 @@ pub fn recover_restore(host: &Host, held: &LockedVm, journal: Journal) -> Result
 /// [`RestoreError`]: the recovery can be repeated.
 pub fn recover_prepare(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome, RestoreError> {
     if let Err(LifeError::Prepared { .. }) = held.vmm() {
-        let path = held.rundir.file("operation.json");
+        let path = held.rundir.file(JOURNAL_FILE);
         journal.close().map_err(|source| RestoreError::Journal { path, source })?;
         return Ok(Outcome::Finished);
     }

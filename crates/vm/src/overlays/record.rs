@@ -7,7 +7,7 @@ use super::view::{Description, read_domain_disks};
 use super::{OverlayDisksError, fence};
 use crate::rundir::{RunDir, ignore_missing, write_json};
 use rekindle_kernel::process::{self, Process};
-use rekindle_kernel::write_watch::is_same_file;
+use rekindle_kernel::write_watch::has_open;
 use rekindle_libvirt::disks::DomainDisk;
 use rekindle_qemu::block::flash::is_flash;
 use rekindle_qemu::block::graph::{BlockGraph, BlockNode, OverlayChain};
@@ -173,7 +173,7 @@ fn usable_image(
             node.file
         ));
     }
-    if !has_open(vmm, &image).map_err(|e| format!("{}: {e}", image.display()))? {
+    if !has_open(vmm.pid, &image).map_err(|e| format!("{}: {e}", image.display()))? {
         return Err(format!("{} is not the file that QEMU has open under this name", image.display()));
     }
     Ok(image)
@@ -208,20 +208,6 @@ fn fenced_target(vmm: &Vmm, disks: &[DomainDisk], device: &str, image: &Path) ->
             .into()),
         Err(e) => Err(format!("cannot read the capabilities of its QEMU: {e}")),
     }
-}
-
-/// Returns whether a QEMU has the file or the block device at this path open: it may see another one there, in its own mount
-/// namespace.
-pub(super) fn has_open(vmm: &Vmm, path: &Path) -> io::Result<bool> {
-    let file = fs::metadata(path)?;
-    for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
-        // A descriptor may be closed meanwhile.
-        let is_same = |open: fs::Metadata| is_same_file(&file, &open);
-        if fs::metadata(entry?.path()).is_ok_and(is_same) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 fn directory_of(image: &Path, parent: Option<&Path>, vm: Uuid, number: u16) -> Result<PathBuf, String> {

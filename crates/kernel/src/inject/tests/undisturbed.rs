@@ -77,7 +77,7 @@ fn a_stopped_process_makes_the_call_and_stays_stopped() {
     let injector = victim.injector();
     for _ in 0..100 {
         assert_eq!(injector.call(getpid()).unwrap(), u64::from(pid));
-        wait_until_stopped();
+        assert_eq!(process_state(pid), Some('T'));
     }
     send(libc::SIGCONT);
     victim.send_byte();

@@ -25,7 +25,7 @@ use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_pages::PageRun;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::host_us;
@@ -79,7 +79,7 @@ impl FinalPause<'_> {
             Ok(suspended) => suspended,
             // Another host has the guest by now, and its processes on this host were ended.
             Err(e @ MoveError::Protect(_)) => {
-                let path = rundir.file("operation.json");
+                let path = rundir.file(JOURNAL_FILE);
                 self.journal.close().map_err(|source| MoveError::File { path, source })?;
                 return Err(e);
             }
@@ -139,7 +139,7 @@ impl FinalPause<'_> {
         pages_read_remotely: Option<&[PageRun]>,
     ) -> Result<SuspendedGuest, MoveError> {
         let (rundir, vmm) = (&self.held.rundir, self.target.vmm());
-        let journal_failed = |source| MoveError::File { path: rundir.file("operation.json"), source };
+        let journal_failed = |source| MoveError::File { path: rundir.file(JOURNAL_FILE), source };
         self.journal.advance(Step::Suspend).map_err(journal_failed)?;
         fault::point("move.suspend.journalled", Some(vmm), None);
         let connection = &mut self.connection;

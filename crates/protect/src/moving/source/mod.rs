@@ -32,7 +32,7 @@ use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
@@ -93,7 +93,7 @@ pub fn start(
         on_event(&MoveEvent::ProtectorEnded { pid });
     }
     let protect_settings = protect_settings(settings, is_domain, listing.as_ref());
-    let journal_failed = |source| MoveError::File { path: held.rundir.file("operation.json"), source };
+    let journal_failed = |source| MoveError::File { path: held.rundir.file(JOURNAL_FILE), source };
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1)
         .map_err(journal_failed)?;
     fault::point("move.prepare.journalled", Some(target.vmm()), None);

@@ -41,7 +41,7 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind, RestoredDomain, Step};
+use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind, RestoredDomain, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::overlays::RestoredOverlays;
@@ -129,7 +129,7 @@ pub fn restore_into_libvirt(
         attached: Some(Attached { uid: 0, starter }),
     };
     state.write(&rundir).map_err(file_error(&rundir, "state.json"))?;
-    let journal_failed = file_error(&rundir, "operation.json");
+    let journal_failed = file_error(&rundir, JOURNAL_FILE);
     let mut journal = Journal::open(&rundir, Kind::LibvirtRestore, None, GENERATION).map_err(&journal_failed)?;
     let domain = RestoredDomain { uuid: description.uuid.clone(), connect };
     journal.operation.restored_domain = Some(domain.clone());
@@ -200,7 +200,7 @@ pub fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome
         libvirt.domain(&domain.uuid)?.resume().map_err(|e| libvirt.failed(e))?;
     }
     libvirt.define(&domain.uuid)?;
-    journal.close().map_err(file_error(rundir, "operation.json"))?;
+    journal.close().map_err(file_error(rundir, JOURNAL_FILE))?;
     Ok(Outcome::Finished)
 }
 

@@ -2,11 +2,12 @@
 
 use super::{Head, OverlayDisk, Prepared, permit_merge};
 use crate::overlays::head::copy_data;
-use crate::overlays::record::{RecordedDisk, has_open};
+use crate::overlays::record::RecordedDisk;
 use crate::overlays::view::DiskView;
 use crate::overlays::{OverlayDisksError, OverlayEpoch, overlay_name};
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::overlay::plan::{FoundOverlays, MAX_OVERLAYS, MarkObstacle};
+use rekindle_kernel::write_watch::has_open;
 use rekindle_qemu::block::libvirt::LibvirtMark;
 use rekindle_qemu::block::overlay::Mark;
 use rekindle_qemu::stopped::Stopped;
@@ -142,7 +143,7 @@ impl OverlayDisk {
         disk.await_record(view)?;
         let path = self.directory.path_of(epoch + 1);
         let newest = self.chain_now(view)?.overlays.iter().rev().map(|overlay| overlay.epoch).next();
-        let is_open = has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))?;
+        let is_open = has_open(self.vmm.pid, &path).map_err(OverlayDisksError::io(&path))?;
         if newest == Some(epoch + 1) && is_open && view.graph()?.libvirt_merge_of(&disk.target).is_none() {
             return disk.fence_image();
         }

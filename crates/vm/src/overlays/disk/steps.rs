@@ -3,11 +3,11 @@
 
 use super::{DueMerge, MAX_STEPS, OverlayDisk, give_to_user_of, other_qemu};
 use crate::overlays::libvirt::{self, LATE_MERGE_TIMEOUT, MergeStart};
-use crate::overlays::record::has_open;
 use crate::overlays::restore::{qemu_img_of, write_header};
 use crate::overlays::view::DiskView;
 use crate::overlays::{OverlayDisksError, overlay_name};
 use rekindle_disk::overlay::plan::{FoundOverlays, OverlayStep};
+use rekindle_kernel::write_watch::has_open;
 use rekindle_qemu::block::graph::OverlayChain;
 use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::{BlockError, jobs, overlay};
@@ -207,7 +207,7 @@ impl OverlayDisk {
             return self.finish_create(epoch);
         }
         overlay::create(view.monitor_to_change(), &chain, name, &path)?;
-        if !has_open(&self.vmm, &path).map_err(OverlayDisksError::io(&path))? {
+        if !has_open(self.vmm.pid, &path).map_err(OverlayDisksError::io(&path))? {
             overlay::remove_unused(view.monitor_to_change(), name)?;
             let why = format!("QEMU does not see {} there", path.display());
             return Err(OverlayDisksError::Unsuitable { device: self.device().into(), why });
