@@ -36,6 +36,8 @@ pub trait DurableFile: Debug + Send + Sync {
     /// # Errors
     /// Errors of `fdatasync(2)`; it is then unknown which content is durable.
     fn sync(&self) -> io::Result<()>;
+    /// Starts what [`DurableFile::sync`] waits for, as a hint: the caller writes nothing more to the file.
+    fn start_sync(&self) {}
     /// Returns the length in bytes.
     ///
     /// # Errors

@@ -92,7 +92,7 @@ pub enum EndGuestError {
 fn absolute_url(store: &StoreUrl) -> StoreUrl {
     match store {
         StoreUrl::Directory(path) => StoreUrl::Directory(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
-        StoreUrl::Remote(_) => store.clone(),
+        StoreUrl::Remote(_) | StoreUrl::Objects(_) => store.clone(),
     }
 }
 

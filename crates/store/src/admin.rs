@@ -1,26 +1,20 @@
-//! Administration of a store in a directory or on a server.
+//! Administration of a store.
 
 use crate::directory::StoreDirectory;
-use crate::disk::{Disk, LocalDisk};
 use crate::error::Result;
 use crate::fencing::fence_directory;
 use crate::listing::{Listing, list};
+use crate::location::Location;
 use crate::remote::{self, Identity, SpareConnections};
 use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
 use crate::writer::{Options, Writer};
-use std::path::Path;
-use std::sync::Arc;
 
 pub use crate::fencing::Fenced;
 
 /// Callback for progress: bytes done, bytes in total.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
-
-fn open_directory(path: &Path) -> Result<StoreDirectory> {
-    StoreDirectory::open(Arc::new(LocalDisk::new(path)), None)
-}
 
 /// Creates a store without a VM. The first VM that is protected with the store, or that a cluster manager boots with
 /// it, becomes the store's VM.
@@ -29,12 +23,9 @@ fn open_directory(path: &Path) -> Result<StoreDirectory> {
 /// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`]; for a store on a
 /// server also [`crate::StoreError::Connection`].
 pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
-    match url {
-        StoreUrl::Directory(path) => {
-            let disk: Arc<dyn Disk> = Arc::new(LocalDisk::new(path));
-            StoreDirectory::init(&disk)
-        }
-        StoreUrl::Remote(server) => remote::init(server, identity),
+    match Location::of(url)? {
+        Location::Disk(disk) => StoreDirectory::init(&disk),
+        Location::Server(server) => remote::init(server, identity),
     }
 }
 
@@ -43,9 +34,9 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
 /// # Errors
 /// [`crate::StoreError::NotAStore`]; damage to the log; for a store on a server also [`crate::StoreError::Connection`].
 pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
-    match url {
-        StoreUrl::Directory(path) => list(&open_directory(path)?),
-        StoreUrl::Remote(server) => remote::listing(server, identity),
+    match Location::of(url)? {
+        Location::Disk(disk) => list(&StoreDirectory::open(disk, None)?),
+        Location::Server(server) => remote::listing(server, identity),
     }
 }
 
@@ -54,9 +45,9 @@ pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
 /// # Errors
 /// Errors of [`listing`]. Damage that is found is no error: the result lists it.
 pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
-    match url {
-        StoreUrl::Directory(path) => verify(&open_directory(path)?, progress),
-        StoreUrl::Remote(server) => remote::verified(server, identity),
+    match Location::of(url)? {
+        Location::Disk(disk) => verify(&StoreDirectory::open(disk, None)?, progress),
+        Location::Server(server) => remote::verified(server, identity),
     }
 }
 
@@ -103,10 +94,8 @@ pub fn fence_over(
     only_if: Option<OnlyIf>,
     identity: Option<&Identity>,
 ) -> Result<Fenced> {
-    match url {
-        StoreUrl::Directory(path) => {
-            fence_directory(Arc::new(LocalDisk::new(path)), vm, owner, only_if).map(|(_, fenced)| fenced)
-        }
-        StoreUrl::Remote(server) => remote::fence(server, vm, owner, only_if, identity, spare),
+    match Location::of(url)? {
+        Location::Disk(disk) => fence_directory(disk, vm, owner, only_if).map(|(_, fenced)| fenced),
+        Location::Server(server) => remote::fence(server, vm, owner, only_if, identity, spare),
     }
 }

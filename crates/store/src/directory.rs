@@ -66,11 +66,10 @@ impl StoreDirectory {
         }
         create_directories(disk)?;
         // The file is empty: only its name matters.
-        let file = match disk.create(names::UNUSED) {
+        match disk.create(names::UNUSED).and_then(|file| file.sync()) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(StoreError::Exists { store, vm: None }),
-            other => other.map_err(|e| StoreError::io(&store, names::UNUSED, "creating the file", e))?,
-        };
-        file.sync().map_err(|e| StoreError::io(&store, names::UNUSED, "making the file durable", e))?;
+            created => created.map_err(|e| StoreError::io(&store, names::UNUSED, "creating the file", e))?,
+        }
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the store durable", e))
     }
 
@@ -146,17 +145,24 @@ fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
         _ => failed("creating the directory")(e),
     })?;
     let ours = |name: &str| {
-        [names::LOG, names::SEGMENTS, names::INDEX, names::SUPERBLOCK, names::UNUSED].contains(&name)
+        [names::LOG, names::SEGMENTS, names::INDEX, names::SUPERBLOCK, names::UNUSED, names::EXCLUSIVE].contains(&name)
             || name.starts_with(names::NEW)
     };
     let contents = disk.list("").map_err(failed("listing the directory"))?;
     if let Some((found, _)) = contents.into_iter().find(|(name, _)| !ours(name) && name != "lost+found") {
         return Err(StoreError::NotEmpty { store: disk.name().to_owned(), found });
     }
+    check_exclusive_links(disk)?;
     for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
         disk.create_directory(directory).map_err(failed("creating a directory in it"))?;
     }
     disk.sync_directory("").map_err(failed("making the directory durable"))
+}
+
+/// Rejects a disk on which two processes could both become the owner of a store.
+pub(crate) fn check_exclusive_links(disk: &Arc<dyn Disk>) -> Result<()> {
+    let failed = |e| StoreError::io(disk.name(), names::EXCLUSIVE, "checking for conditional writes", e);
+    disk.check_exclusive_links().map_err(failed)
 }
 
 /// Reads a file of at most `limit` bytes.

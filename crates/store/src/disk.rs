@@ -25,10 +25,10 @@ pub trait Disk: Debug + Send + Sync {
     /// # Errors
     /// Errors of reading the directory.
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>>;
-    /// Creates a new file for reading and writing.
+    /// Creates a new file for writing.
     ///
     /// # Errors
-    /// `AlreadyExists`; other errors of `open(2)`.
+    /// `AlreadyExists`, which the first sync may also return instead; other errors of `open(2)`.
     fn create(&self, name: &str) -> io::Result<Arc<dyn DurableFile>>;
     /// Opens a file for reading.
     ///
@@ -38,8 +38,14 @@ pub trait Disk: Debug + Send + Sync {
     /// Gives the file `from` the additional name `to` if no file has that name yet.
     ///
     /// # Errors
-    /// `AlreadyExists`; other errors of `link(2)`.
+    /// `AlreadyExists`; `TimedOut` if the file may still get the name later; other errors of `link(2)`.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
+    /// Gives the file `from` the additional name `to`, and removes the name `previous`. No file is read by these names:
+    /// only their existence counts, and errors are ignored.
+    fn replace_marker(&self, from: &str, to: &str, previous: &str) {
+        let _ = self.link(from, to);
+        let _ = self.remove(previous);
+    }
     /// Removes the name `name`.
     ///
     /// # Errors
@@ -51,6 +57,18 @@ pub trait Disk: Debug + Send + Sync {
     /// # Errors
     /// Errors of opening or syncing the directory.
     fn sync_directory(&self, name: &str) -> io::Result<()>;
+    /// Checks that of several concurrent links to a name only one succeeds. Called before a store is created or claimed.
+    ///
+    /// # Errors
+    /// `Unsupported`.
+    fn check_exclusive_links(&self) -> io::Result<()> {
+        Ok(())
+    }
+    /// Returns whether a file can be written after a sync. Otherwise [`Disk::create`] and [`Disk::link`] give files that
+    /// never change.
+    fn can_append(&self) -> bool {
+        true
+    }
 }
 
 /// A local or mounted directory.

@@ -153,6 +153,8 @@ impl LocalImage {
         let index = self.index()?;
         let error = match work(&index) {
             Err(e @ StoreError::Missing { .. }) => e,
+            // An object that is open can be removed.
+            Err(e) if e.is_not_found() => e,
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
                 tracing::warn!("{e}; rebuilding the index from the segments' directories");
                 let rebuilt = self.rebuild_index(Some(&index), BaseIndexUse::Never)?;

@@ -9,6 +9,7 @@
 //! store in a directory   engine   packing   fencing   listing   verify
 //! a checkpoint in it     index   image
 //! structures in it       directory   log   checkpoints   segments
+//! where a store is       objects   location
 //! base                   types   url   format   disk   error   page_table
 //! ```
 //!
@@ -28,6 +29,8 @@
 //! | [`log`] | the log: claim a store, commit, find the newest state |
 //! | `directory` | open and create the directory of a store |
 //! | `page_table` | tables with a value for every page |
+//! | `location` | a store's disk or server, by its address |
+//! | [`objects`] | file operations in an object store |
 //! | [`disk`] | file operations |
 //! | [`format`] | formats of the files: `docs/store-format.md` |
 //! | [`error`] | all errors |
@@ -49,7 +52,9 @@ pub mod fuzz;
 pub mod image;
 mod index;
 pub mod listing;
+mod location;
 pub mod log;
+pub mod objects;
 mod packing;
 mod page_table;
 pub mod reader;

@@ -7,7 +7,7 @@
 //! also checks the owner epoch: for a superseded owner the link fails, because the claim of the next owner has the
 //! number.
 
-use crate::directory::{StoreDirectory, read_whole, write_new};
+use crate::directory::{StoreDirectory, check_exclusive_links, read_whole, write_new};
 use crate::error::{Result, StoreError};
 use crate::format::Flaw;
 use crate::format::codec::{Reader, Writer};
@@ -15,6 +15,7 @@ use crate::format::entry::{self, Entry, Kind, Section};
 use crate::format::manifest::Manifest;
 use crate::format::names;
 use crate::types::{Guest, OnlyIf, Owner};
+use serde::Serialize;
 use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
@@ -51,6 +52,15 @@ pub struct Claim {
     pub owner: Owner,
     /// Number of the claim's log entry.
     pub(crate) log_number: u64,
+}
+
+/// The content of a claim. The id makes it different from every other claim: a process recognizes its own claim by the
+/// content.
+#[derive(Serialize)]
+struct UniqueClaim<'a> {
+    #[serde(flatten)]
+    owner: &'a Owner,
+    id: Uuid,
 }
 
 /// Failure of appending an entry to the log.
@@ -190,8 +200,8 @@ pub(crate) fn append(
     *sync_time += started_at.elapsed();
     if appended.is_ok() {
         // A second name, so that a reader notices if the entry is lost. The name need not be durable.
-        let _ = store.disk.link(&temporary, &names::last(log_number));
-        let _ = store.disk.remove(&names::last(log_number.saturating_sub(1)));
+        let (marker, previous) = (names::last(log_number), names::last(log_number.saturating_sub(1)));
+        store.disk.replace_marker(&temporary, &marker, &previous);
     }
     // The temporary name is not needed, whether the link succeeded or failed.
     let _ = store.disk.remove(&temporary);
@@ -211,6 +221,10 @@ fn link_entry(
         // The entry is ours: the link succeeded, but the file server's answer was lost.
         Ok(existing) if existing == content => Ok(()),
         Ok(_) => Err(NotAppended::Taken),
+        // A request to an object store may still be carried out.
+        Err(_) if link_error.kind() == io::ErrorKind::TimedOut => {
+            Err(NotAppended::Uncertain(store.failed(&name, "linking the log entry")(link_error)))
+        }
         Err(e) if e.is_not_found() && link_error.kind() != io::ErrorKind::AlreadyExists => {
             Err(NotAppended::Failed(store.failed(&name, "linking the log entry")(link_error)))
         }
@@ -224,6 +238,7 @@ fn link_entry(
 /// [`StoreError::Superseded`] if the condition does not hold; damage; [`StoreError::Io`]. The previous owner is still
 /// the owner then, unless the error occurred while the claim was linked or made durable: the claim may be in the log.
 pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, LogTail)> {
+    check_exclusive_links(&store.disk)?;
     for _ in 0..MAX_ATTEMPTS {
         let tail = tail(store)?;
         let owner = with_guest_epochs(store, owner, &tail)?;
@@ -260,7 +275,8 @@ fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyI
 }
 
 fn encode_claim(store: &StoreDirectory, epoch: u64, log_number: u64, owner: &Owner, tail: &LogTail) -> Result<Vec<u8>> {
-    let owner = serde_json::to_vec(owner).map_err(|e| StoreError::io(store.name(), "", "claiming", e.into()))?;
+    let claim = UniqueClaim { owner, id: Uuid::new_v4() };
+    let owner = serde_json::to_vec(&claim).map_err(|e| StoreError::io(store.name(), "", "claiming", e.into()))?;
     let mut state_number = Vec::new();
     state_number.put_u64(tail.newest_state.as_ref().map_or(0, |state| state.entry.log_number));
     let sections: &[(Section, &[u8])] = &[(Section::Claim, &owner), (Section::Before, &state_number)];

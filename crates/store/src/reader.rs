@@ -1,10 +1,11 @@
-//! Reads a checkpoint from a directory or a server.
+//! Reads a checkpoint of a store.
 
 use crate::directory::StoreDirectory;
-use crate::disk::{Disk, LocalDisk};
+use crate::disk::Disk;
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
 use crate::image::{LocalHotPages, LocalImage};
+use crate::location::Location;
 use crate::remote::{CheckpointRequest, Identity, RemoteHotPages, RemoteImage, SpareConnections};
 use crate::types::{CheckpointInfo, Vm};
 use crate::url::StoreUrl;
@@ -56,9 +57,9 @@ impl Image {
     /// [`StoreError::Missing`], [`StoreError::Damaged`]; for a store on a server also [`StoreError::Connection`] and
     /// [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
-        match url {
-            StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),
-            StoreUrl::Remote(server) => {
+        match Location::of(url)? {
+            Location::Disk(disk) => Self::on_disk(disk, which),
+            Location::Server(server) => {
                 let request = CheckpointRequest { vm: which.vm, at: which.at, lazy: which.lazy };
                 let (remote, vm, info) = RemoteImage::open(server, which.identity.as_ref(), &which.spare, request)?;
                 Ok(Self { source: Source::Remote(Box::new(remote)), vm, info })

@@ -1,4 +1,4 @@
-//! Address of a store: a directory, or a name on a server.
+//! Address of a store: a directory, a name on a server, or a prefix in an object store.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -13,6 +13,16 @@ pub enum StoreUrl {
     Directory(PathBuf),
     /// A store on a server: `tls://HOST:PORT/NAME`.
     Remote(Remote),
+    /// A store in an object store: `s3://BUCKET/PREFIX`.
+    Objects(ObjectAddress),
+}
+
+/// Address of a store in an object store. Which server it is, the environment determines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectAddress {
+    pub bucket: String,
+    /// Beginning of the names of all objects, without slashes at its ends; may be empty.
+    pub prefix: String,
 }
 
 /// Address of a store on a server.
@@ -33,7 +43,7 @@ pub struct ImageName(String);
 /// Fault of a text that is not a valid address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    #[error("empty; write a directory, or tls://HOST:PORT/NAME")]
+    #[error("empty; write a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME")]
     Empty,
     /// The text is a path on another host, in the notation of `scp` and NFS.
     #[error(
@@ -45,8 +55,10 @@ pub enum UrlError {
         /// The part before the colon, without the user name.
         host: String,
     },
-    /// The scheme is neither `tls` nor `file`.
-    #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or tls://HOST:PORT/NAME")]
+    /// The scheme is none of `tls`, `s3` and `file`.
+    #[error(
+        "`{scheme}://` is not known; write a directory, file:///DIRECTORY, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME"
+    )]
     Scheme {
         /// The part before `://`.
         scheme: String,
@@ -60,6 +72,9 @@ pub enum UrlError {
     /// The text after `tls://` is not `HOST:PORT/NAME`.
     #[error("`{url}` is not tls://HOST:PORT/NAME: {what}")]
     Remote { url: String, what: &'static str },
+    /// The text after `s3://` is not `BUCKET/PREFIX`.
+    #[error("`{url}` is not s3://BUCKET/PREFIX: {what}")]
+    Objects { url: String, what: &'static str },
     #[error(
         "`{name}` cannot be the name of a store on a server; use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit"
     )]
@@ -107,6 +122,7 @@ impl FromStr for StoreUrl {
             "file" if rest.starts_with('/') => Ok(Self::Directory(PathBuf::from(rest))),
             "file" => Err(UrlError::File { url: text.into() }),
             "tls" => remote(text, rest).map(Self::Remote),
+            "s3" => objects(text, rest).map(Self::Objects),
             // A relative path may contain `://`.
             _ if scheme.contains(['/', '.']) => Ok(Self::Directory(PathBuf::from(text))),
             _ => Err(UrlError::Scheme { scheme: scheme.into() }),
@@ -134,6 +150,34 @@ fn remote(url: &str, rest: &str) -> Result<Remote, UrlError> {
     Ok(Remote { host: host.to_owned(), port, name: name.parse()? })
 }
 
+fn objects(url: &str, rest: &str) -> Result<ObjectAddress, UrlError> {
+    let wrong = |what| UrlError::Objects { url: url.to_owned(), what };
+    let rest = rest.strip_suffix('/').unwrap_or(rest);
+    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+    // The rule of S3 for names of buckets, except for the length: the server checks that.
+    let in_bucket = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['.', '-'].contains(&c);
+    if bucket.is_empty() {
+        return Err(wrong("it has no bucket"));
+    }
+    if !bucket.chars().all(in_bucket) || !bucket.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        return Err(wrong("the name of a bucket has only a-z, 0-9, `.` and `-`"));
+    }
+    // Other characters would be encoded, so that the names of the objects differ from what the user reads.
+    let in_prefix = |c: char| c.is_ascii_alphanumeric() || ['.', '_', '-', '='].contains(&c);
+    let is_good = |part: &str| !part.is_empty() && part != "." && part != ".." && part.chars().all(in_prefix);
+    if !prefix.is_empty() && !prefix.split('/').all(is_good) {
+        return Err(wrong("the parts of its prefix have only letters, digits, `.`, `_`, `-` and `=`"));
+    }
+    Ok(ObjectAddress { bucket: bucket.to_owned(), prefix: prefix.to_owned() })
+}
+
+impl fmt::Display for ObjectAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bucket, prefix } = self;
+        if prefix.is_empty() { write!(f, "s3://{bucket}") } else { write!(f, "s3://{bucket}/{prefix}") }
+    }
+}
+
 impl fmt::Display for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { host, port, name } = self;
@@ -150,6 +194,7 @@ impl fmt::Display for StoreUrl {
         match self {
             Self::Directory(path) => write!(f, "{}", path.display()),
             Self::Remote(remote) => remote.fmt(f),
+            Self::Objects(objects) => objects.fmt(f),
         }
     }
 }
@@ -204,6 +249,18 @@ mod tests {
             assert_eq!(url, remote(host));
             assert_eq!(url.to_string(), text);
         }
+        let objects = |bucket: &str, prefix: &str| {
+            StoreUrl::Objects(ObjectAddress { bucket: bucket.into(), prefix: prefix.into() })
+        };
+        for (text, bucket, prefix) in [
+            ("s3://checkpoints", "checkpoints", ""),
+            ("s3://a.b-1/web", "a.b-1", "web"),
+            ("s3://checkpoints/Site_1/web", "checkpoints", "Site_1/web"),
+        ] {
+            assert_eq!(text.parse(), Ok(objects(bucket, prefix)));
+            assert_eq!(format!("{text}/").parse(), Ok(objects(bucket, prefix)));
+            assert_eq!(objects(bucket, prefix).to_string(), text);
+        }
     }
 
     #[test]
@@ -218,6 +275,13 @@ mod tests {
             ("tls:/host/web", "./tls:/host/web"),
             ("file://host/x", "three slashes"),
             ("file:///a%20b", "`%`"),
+            ("s3://", "no bucket"),
+            ("s3:///web", "no bucket"),
+            ("s3://Checkpoints/web", "name of a bucket"),
+            ("s3://user@checkpoints/web", "name of a bucket"),
+            ("s3://checkpoints//web", "parts of its prefix"),
+            ("s3://checkpoints/../web", "parts of its prefix"),
+            ("s3://checkpoints/a b", "parts of its prefix"),
             ("tls://host/web", "no port"),
             ("tls://host:0/web", "port"),
             ("tls://host:70000/web", "port"),
@@ -239,7 +303,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_causes_a_panic_and_a_printed_url_is_parsed_again(text in "\\PC{0,40}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
+        fn no_text_causes_a_panic_and_a_printed_url_is_parsed_again(text in "\\PC{0,40}|s3://[a-z.]{0,4}/?[a-z./]{0,9}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
             if let Ok(url) = text.parse::<StoreUrl>() {
                 prop_assert_eq!(url.to_string().parse::<StoreUrl>(), Ok(url));
             }

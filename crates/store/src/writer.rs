@@ -11,11 +11,12 @@
 //! avoids storing unchanged pages. Other threads do all other work. Frames are written in the order in which they were
 //! filled, regardless of which packer is done first.
 
-use crate::disk::{Disk, LocalDisk};
+use crate::disk::Disk;
 use crate::engine::{self, CheckpointState, Engine, EngineSettings, Frame, OpenedStore, Request, StartedBlock};
 use crate::error::{Result, StoreError};
 use crate::format::page::Digester;
 use crate::format::segment::Record;
+use crate::location::Location;
 use crate::packing::{FrameBuilder, PackJob, pack_all};
 use crate::remote::{self, Identity};
 use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
@@ -115,9 +116,9 @@ impl Writer {
     /// other error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
     /// [`StoreError::Connection`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
-        match url {
-            StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
-            StoreUrl::Remote(server) => {
+        match Location::of(url)? {
+            Location::Disk(disk) => Self::on_disk(disk, options),
+            Location::Server(server) => {
                 let (identity, owner, settings) = (options.identity.as_ref(), options.owner(), options.settings());
                 let session =
                     remote::WriteSession::open(server, identity, &options.vm, owner, options.only_if, &settings)?;

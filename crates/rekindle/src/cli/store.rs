@@ -20,6 +20,7 @@ pub enum Store {
     #[command(after_help = "\
 Examples:
   rekindle store init /srv/checkpoints/web
+  rekindle store init s3://checkpoints/web
   rekindle store init tls://backup:7001/web --cert host.pem --key host.key --ca ca.pem")]
     Init(StoreAt),
     /// List the checkpoints of a store, its owner and its size on disk.
@@ -100,7 +101,7 @@ pub struct Tls {
 
 #[derive(Debug, Args)]
 pub struct StoreAt {
-    /// The store: a directory, or tls://HOST:PORT/NAME.
+    /// The store: a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME.
     pub store: StoreUrl,
     #[command(flatten)]
     pub tls: Tls,

@@ -10,6 +10,7 @@ mod commits;
 mod creating;
 mod epochs;
 mod filling;
+mod object_store;
 mod output;
 mod owner;
 mod prepare;

@@ -95,7 +95,9 @@ impl Engine {
         {
             return Ok(position);
         }
-        self.active = None;
+        if let Some(file) = self.active.take().and_then(|full| self.pool.get(full)?.file.clone()) {
+            file.start_sync();
+        }
         self.sync_oldest_segments(checkpoint)?;
         let position = self.create_segment(Role::Data)?;
         checkpoint.has_new_segments = true;

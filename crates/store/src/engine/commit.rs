@@ -134,6 +134,11 @@ impl Engine {
     }
 
     fn sync_checkpoint(&mut self, checkpoint: &mut OpenCheckpoint) -> Result<()> {
+        for position in &checkpoint.written_segments {
+            if let Some(file) = self.pool.get(*position).and_then(|segment| segment.file.as_ref()) {
+                file.start_sync();
+            }
+        }
         for position in checkpoint.written_segments.clone() {
             if self.pool.get(position).is_some_and(|segment| segment.is_dirty) {
                 self.sync_segment(position, &mut checkpoint.syncing)?;
@@ -328,6 +333,9 @@ impl Engine {
     }
 
     fn mark_segments_committed(&mut self, checkpoint: &OpenCheckpoint) {
+        if !self.store.disk.can_append() {
+            self.active = None;
+        }
         for position in &checkpoint.written_segments {
             let is_active = self.active == Some(*position);
             if let Some(segment) = self.pool.get_mut(*position) {
@@ -411,7 +419,7 @@ impl Engine {
             }
         }
         self.obsolete_files.extend(entries.iter().map(|log_number| names::entry(*log_number)));
-        if !entries.is_empty() {
+        if !entries.is_empty() && self.store.disk.can_append() {
             // The sizes are read from the directories instead of counted, so that errors cannot accumulate.
             self.log_and_index_bytes = self.measure_log_and_index();
         }

@@ -7,7 +7,7 @@
 //! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
 //! compaction's log entry is written.
 
-use super::pool::{DyingBytes, Role, record_bytes};
+use super::pool::{DyingBytes, Role, Segment, record_bytes};
 use super::{Engine, OpenCheckpoint};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
@@ -28,6 +28,9 @@ const OUTPUT_FRAME_BYTES: usize = 1 << 20;
 const BACKGROUND_GARBAGE_DIVISOR: u64 = 8;
 /// Like [`BACKGROUND_GARBAGE_DIVISOR`], if space is needed.
 const URGENT_GARBAGE_DIVISOR: u64 = 64;
+
+/// If a segment cannot be appended to later, every checkpoint leaves a new one. More small segments than this are merged.
+const MAX_SMALL_SEGMENTS: usize = 64;
 
 /// How thoroughly to compact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,6 +170,49 @@ impl Engine {
             return true;
         }
         let victims = self.choose_victims(urgency);
+        self.start_copying(victims)
+    }
+
+    /// Returns whether there are so many small segments that they are to be merged.
+    pub(super) fn wants_merge(&self) -> bool {
+        !self.background_failed
+            && !self.store.disk.can_append()
+            && self.small_segments().nth(MAX_SMALL_SEGMENTS).is_some()
+    }
+
+    /// Starts to merge small segments into one. Returns whether there is anything to merge.
+    pub(super) fn start_merge(&mut self) -> bool {
+        let mut small: Vec<(u64, usize)> = self.small_segments().collect();
+        small.sort_unstable();
+        let max_output_bytes = self.max_segment_bytes(self.ram_bytes());
+        let mut output_bytes = 0;
+        let fits = |(len, _): &(u64, usize)| {
+            output_bytes += len;
+            output_bytes <= max_output_bytes
+        };
+        let victims: Vec<usize> = small.into_iter().take_while(fits).map(|(_, position)| position).collect();
+        // One segment alone would only be copied.
+        victims.len() > 1 && self.start_copying(victims)
+    }
+
+    /// Iterates over length and position of the segments with less than half of the bytes that a segment can have.
+    fn small_segments(&self) -> impl Iterator<Item = (u64, usize)> {
+        let (oldest, max_bytes) = (self.oldest(), self.max_segment_bytes(self.ram_bytes()) / 2);
+        let is_small =
+            move |segment: &Segment| segment.extent.len <= max_bytes && segment.history_unknown_until <= oldest;
+        self.pool
+            .iter()
+            .filter(move |(position, segment)| self.can_be_victim(*position, segment) && is_small(segment))
+            .map(|(position, segment)| (segment.extent.len, position))
+    }
+
+    /// Returns whether the content of a segment is complete and can be copied.
+    fn can_be_victim(&self, position: usize, segment: &Segment) -> bool {
+        let is_settled = segment.extent.len != 0 && segment.extent.len == segment.end && !segment.is_dirty;
+        segment.role == Role::Data && is_settled && !segment.is_damaged && self.active != Some(position)
+    }
+
+    fn start_copying(&mut self, victims: Vec<usize>) -> bool {
         if victims.is_empty() {
             return false;
         }
@@ -190,8 +236,7 @@ impl Engine {
         };
         let mut candidates = Vec::new();
         for (position, segment) in self.pool.iter() {
-            let is_settled = segment.extent.len != 0 && segment.extent.len == segment.end && !segment.is_dirty;
-            if segment.role != Role::Data || !is_settled || segment.is_damaged || self.active == Some(position) {
+            if !self.can_be_victim(position, segment) {
                 continue;
             }
             let (garbage, len) = (segment.garbage_bytes(oldest), segment.extent.len);

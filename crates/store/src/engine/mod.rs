@@ -330,10 +330,15 @@ impl Engine {
 
     /// Removes the files that are not needed any more.
     pub fn remove_obsolete_files(&mut self) {
-        for name in std::mem::take(&mut self.obsolete_files) {
-            if let Err(e) = self.store.disk.remove(&name) {
+        let obsolete_files = std::mem::take(&mut self.obsolete_files);
+        for name in &obsolete_files {
+            if let Err(e) = self.store.disk.remove(name) {
                 tracing::warn!("cannot remove the obsolete file {}/{name}: {e}", self.store.name());
             }
+        }
+        // A list of objects is requested here, where no caller waits for it.
+        if !self.store.disk.can_append() && obsolete_files.iter().any(|name| name.starts_with(names::LOG)) {
+            self.log_and_index_bytes = self.measure_log_and_index();
         }
     }
 

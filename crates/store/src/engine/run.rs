@@ -62,16 +62,18 @@ impl Engine {
         if self.broken.is_some() {
             return false;
         }
-        let has_more =
-            if self.compaction.is_some() || (self.wants_compaction() && self.start_compaction(Urgency::Background)) {
-                self.step_compaction().map(|_| true)
-            } else if self.base_index.is_some() {
-                self.step_base_index()
-            } else if self.wants_base_index() {
-                self.start_base_index().map(|()| true)
-            } else {
-                Ok(false)
-            };
+        let has_more = if self.compaction.is_some()
+            || (self.wants_compaction() && self.start_compaction(Urgency::Background))
+            || (self.wants_merge() && self.start_merge())
+        {
+            self.step_compaction().map(|_| true)
+        } else if self.base_index.is_some() {
+            self.step_base_index()
+        } else if self.wants_base_index() {
+            self.start_base_index().map(|()| true)
+        } else {
+            Ok(false)
+        };
         has_more.unwrap_or_else(|e| {
             // No data is lost: background work changes nothing until it is complete.
             tracing::warn!("background work on the store failed and is tried again after the next checkpoint: {e}");

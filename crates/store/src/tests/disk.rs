@@ -1,8 +1,8 @@
-//! The store's file layer on a disk in memory that can lose power.
+//! The disks of the tests: a disk in memory that can lose power, and an object store in memory ([`super::objects`]).
 
 use crate::disk::Disk;
 use rekindle_kernel::durable_file::DurableFile;
-use rekindle_testing::crash_disk::{CrashDisk, OUTSIDE};
+use rekindle_testing::crash_disk::{CrashDisk, Meanwhile, OUTSIDE};
 use std::io;
 use std::sync::Arc;
 
@@ -38,5 +38,41 @@ impl Disk for CrashDisk {
     fn sync_directory(&self, name: &str) -> io::Result<()> {
         Self::sync_directory(self, name)?;
         if name.is_empty() { Self::sync_directory(self, OUTSIDE) } else { Ok(()) }
+    }
+}
+
+/// A disk for a store, of which several processes have a handle.
+pub trait TestDisk: Default + Clone + Send + 'static {
+    /// Minimum of steps that change the disk in a commit, and in a compaction.
+    const COMMIT_STEPS: usize;
+    const COMPACTION_STEPS: usize;
+    /// Returns the disk as a process sees it that opens it now.
+    fn shared(&self) -> Arc<dyn Disk>;
+    /// Returns a handle that [`TestDisk::interrupt`] affects separately.
+    fn handle(&self) -> Self;
+    /// Does `work` before the `after`-th step from now on through this handle.
+    fn interrupt(&self, after: usize, work: Meanwhile);
+    /// Returns the names of all files.
+    fn names(&self) -> Vec<String>;
+}
+
+impl TestDisk for CrashDisk {
+    const COMMIT_STEPS: usize = 8;
+    const COMPACTION_STEPS: usize = 12;
+
+    fn shared(&self) -> Arc<dyn Disk> {
+        Arc::new(self.clone())
+    }
+
+    fn handle(&self) -> Self {
+        Self::handle(self)
+    }
+
+    fn interrupt(&self, after: usize, work: Meanwhile) {
+        Self::interrupt(self, after, work);
+    }
+
+    fn names(&self) -> Vec<String> {
+        Self::names(self).into_iter().collect()
     }
 }

@@ -1,6 +1,7 @@
 //! Owners: the previous owner is rejected at any step at which the new owner may claim the store. A *claim* is the
 //! entry of the log by which a process becomes the owner, and the *epoch* counts the owners.
 
+use super::disk::TestDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
 use crate::engine::{CheckpointState, Engine};
 use crate::error::Result;
@@ -23,8 +24,8 @@ fn refused(result: Result<impl std::fmt::Debug>, mine: u64, epoch: u64) {
 
 /// Returns a store with five checkpoints, the handle through which its owner of epoch 1 uses it, that owner, and the
 /// model.
-fn started(keep: u32) -> (CrashDisk, CrashDisk, Engine, Model) {
-    let disk = CrashDisk::default();
+fn started<D: TestDisk>(keep: u32) -> (D, D, Engine, Model) {
+    let disk = D::default();
     let slow = disk.handle();
     let mut model = Model { keep, ..Model::default() };
     let mut old = open(&slow, keep).unwrap();
@@ -37,7 +38,11 @@ fn started(keep: u32) -> (CrashDisk, CrashDisk, Engine, Model) {
 
 #[test]
 fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
-    let (disk, _, mut old, mut model) = started(2);
+    commit_after_another_claim::<CrashDisk>();
+}
+
+pub fn commit_after_another_claim<D: TestDisk>() {
+    let (disk, _, mut old, mut model) = started::<D>(2);
     // The new owner claims the store just before the previous owner commits its checkpoint.
     let blocks = model.after(&change(5)).blocks.into_iter().map(|(block, _)| block).collect();
     let blocks = old.begin(blocks).unwrap();
@@ -57,7 +62,11 @@ fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
 
 #[test]
 fn a_claim_for_an_epoch_that_is_over_is_rejected() {
-    let (disk, ..) = started(2);
+    claim_conditionally::<CrashDisk>();
+}
+
+pub fn claim_conditionally<D: TestDisk>() {
+    let (disk, ..) = started::<D>(2);
     drop(open_as(&disk, 2, "protect web", Some(1)).unwrap());
     drop(open_as(&disk, 2, "restore web", None).unwrap());
     refused(open_as(&disk, 2, "protect web", Some(2)), 2, 3);
@@ -69,7 +78,7 @@ type Seen = Arc<Mutex<Option<(Engine, Model)>>>;
 
 /// Makes a new owner claim the store and commit checkpoints before the `after`-th step through `slow`. `old` is the
 /// model of the previous owner, which may be about to commit `also` at that step.
-fn take_over(disk: &CrashDisk, slow: &CrashDisk, old: Model, also: Change, after: usize) -> Seen {
+fn take_over<D: TestDisk>(disk: &D, slow: &D, old: Model, also: Change, after: usize) -> Seen {
     let seen = Seen::default();
     let (plain, there) = (disk.clone(), seen.clone());
     let meanwhile = move || {
@@ -100,15 +109,19 @@ fn take_over(disk: &CrashDisk, slow: &CrashDisk, old: Model, also: Change, after
 
 #[test]
 fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
+    stall_in_a_commit::<CrashDisk>();
+}
+
+pub fn stall_in_a_commit<D: TestDisk>() {
     for keep in [1, 3] {
         for after in 0.. {
-            let (disk, slow, mut old, model) = started(keep);
+            let (disk, slow, mut old, model) = started::<D>(keep);
             let seen = take_over(&disk, &slow, model.clone(), change(5), after);
             let stalled = model.clone().commit(&mut old, &change(5));
             old.remove_obsolete_files();
             let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
                 stalled.unwrap();
-                assert!(after > 8, "a commit has more steps than {after}");
+                assert!(after > D::COMMIT_STEPS, "a commit has more steps than {after}");
                 break;
             };
             match stalled {
@@ -125,9 +138,13 @@ fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
 
 #[test]
 fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed() {
+    stall_in_a_compaction::<CrashDisk>();
+}
+
+pub fn stall_in_a_compaction<D: TestDisk>() {
     for keep in [1, 3] {
         for after in 0.. {
-            let (disk, slow, mut old, model) = started(keep);
+            let (disk, slow, mut old, model) = started::<D>(keep);
             let seen = take_over(&disk, &slow, model.clone(), Change::default(), after);
             let before = disk.names();
             match old.compact().and_then(|_| old.settle()) {
@@ -138,7 +155,7 @@ fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed(
             let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
                 let now = disk.names();
                 let gone = before.iter().any(|name| name.starts_with("segments") && !now.contains(name));
-                assert!(after > 12 && gone, "a compaction has more steps than {after}");
+                assert!(after > D::COMPACTION_STEPS && gone, "a compaction has more steps than {after}");
                 break;
             };
             drop(old);
@@ -154,8 +171,12 @@ fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed(
 
 #[test]
 fn two_processes_that_create_a_store_concurrently_get_the_same_one() {
+    create_concurrently::<CrashDisk>();
+}
+
+pub fn create_concurrently<D: TestDisk>() {
     for after in 0.. {
-        let disk = CrashDisk::default();
+        let disk = D::default();
         let slow = disk.handle();
         let seen = take_over(&disk, &slow, Model { keep: 2, ..Model::default() }, Change::default(), after);
         let first = open_as(&slow, 2, "protect web", None);

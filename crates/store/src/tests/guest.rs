@@ -1,9 +1,9 @@
 //! The host of a guest: hosts boot, restore, protect and shut down one VM. A model determines which operation may
 //! succeed.
 
+use super::disk::TestDisk;
 use super::model::{Change, Model, vm};
 use crate::directory::StoreDirectory;
-use crate::disk::Disk;
 use crate::engine::{Engine, EngineSettings};
 use crate::error::{Result, StoreError};
 use crate::fencing::fence_directory;
@@ -14,33 +14,29 @@ use rekindle_testing::crash_disk::{CrashDisk, StepFailures};
 use rustix::io::Errno;
 use std::sync::{Arc, Mutex};
 
-fn shared(disk: &CrashDisk) -> Arc<dyn Disk> {
-    Arc::new(disk.clone())
-}
-
 /// Returns an unused store.
-fn new_store() -> CrashDisk {
-    let disk = CrashDisk::default();
-    StoreDirectory::init(&shared(&disk)).unwrap();
+fn new_store<D: TestDisk>() -> D {
+    let disk = D::default();
+    StoreDirectory::init(&disk.shared()).unwrap();
     disk
 }
 
 /// Claims the store like a restore, a boot or a shutdown. Returns the new epoch.
-fn begin(disk: &CrashDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
+fn begin(disk: &impl TestDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
-    fence_directory(shared(disk), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
+    fence_directory(disk.shared(), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
 }
 
 /// Opens the store like a protector of the guest that began in epoch `run`; without `run`, of an unknown guest.
-fn protect(disk: &CrashDisk, run: Option<u64>) -> Result<Engine> {
+fn protect(disk: &impl TestDisk, run: Option<u64>) -> Result<Engine> {
     let guest = if run.is_some() { Guest::Same } else { Guest::Booted };
     let only_if = run.map(|run| OnlyIf::Run { run });
     let settings = EngineSettings { keep: 3, segment: 48 << 10, create: false };
-    Engine::open(shared(disk), &vm(), &Owner::here("protect web").with(guest), only_if, settings)
+    Engine::open(disk.shared(), &vm(), &Owner::here("protect web").with(guest), only_if, settings)
 }
 
-fn listing(disk: &CrashDisk) -> Listing {
-    list(&StoreDirectory::open(shared(disk), Some(vm().uuid)).unwrap()).unwrap()
+fn listing(disk: &impl TestDisk) -> Listing {
+    list(&StoreDirectory::open(disk.shared(), Some(vm().uuid)).unwrap()).unwrap()
 }
 
 fn change(n: u64) -> Change {
@@ -49,7 +45,7 @@ fn change(n: u64) -> Change {
 
 /// Operation of a host.
 #[derive(Debug, Clone, Copy)]
-enum Step {
+pub enum Step {
     Boot,
     Restore,
     Protect,
@@ -79,7 +75,7 @@ struct Truth {
     model: Model,
 }
 
-fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
+pub fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
     let step = prop_oneof![
         1 => Just(Step::Boot),
         2 => Just(Step::Restore),
@@ -97,8 +93,8 @@ fn check_error(e: &StoreError, run: u64, holds: bool) {
     assert_eq!(e.guest_is_over(run).is_none(), holds, "run {run}: {e}");
 }
 
-fn play(steps: Vec<(usize, Step)>) {
-    let disk = new_store();
+pub fn play<D: TestDisk>(steps: Vec<(usize, Step)>) {
+    let disk: D = new_store();
     let mut places: [Host; 3] = Default::default();
     let mut truth = Truth { model: Model { keep: 3, ..Model::default() }, ..Truth::default() };
     for (n, (host, step)) in steps.into_iter().enumerate() {
@@ -153,7 +149,7 @@ fn play(steps: Vec<(usize, Step)>) {
                 }
                 // An administrator claims the store. No guest must be stopped because of that.
                 let settings = EngineSettings { keep: 3, segment: 48 << 10, create: false };
-                let engine = Engine::open(shared(&disk), &vm(), &Owner::here("store compact"), None, settings);
+                let engine = Engine::open(disk.shared(), &vm(), &Owner::here("store compact"), None, settings);
                 engine.unwrap().compact().unwrap();
                 truth.epoch += 1;
                 truth.owner = None;
@@ -190,13 +186,13 @@ proptest! {
 
     #[test]
     fn only_the_host_that_began_it_last_commits_and_every_other_one_gets_an_error(steps in steps()) {
-        play(steps);
+        play::<CrashDisk>(steps);
     }
 }
 
 /// Runs `work` on host A, whose guest began in epoch 1. Before the `after`-th step of it, host B begins a restore.
 fn overtaken<T>(after: usize, work: impl FnOnce(&CrashDisk) -> Result<T>) -> Option<(CrashDisk, Result<T>)> {
-    let disk = new_store();
+    let disk: CrashDisk = new_store();
     begin(&disk, "start web", Guest::Booted, None).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };
     model.commit(&mut protect(&disk, Some(1)).unwrap(), &change(0)).unwrap();
@@ -233,7 +229,7 @@ fn a_protector_that_is_overtaken_anywhere_commits_nothing_and_learns_it() {
 #[test]
 fn a_claim_that_another_one_follows_immediately_stays_so_that_the_previous_owner_is_rejected() {
     for after in 0.. {
-        let disk = new_store();
+        let disk: CrashDisk = new_store();
         let mut engine = protect(&disk, None).unwrap();
         let mut model = Model { keep: 3, ..Model::default() };
         model.commit(&mut engine, &change(0)).unwrap();
@@ -274,7 +270,7 @@ fn the_end_of_a_guest_counts_only_where_it_ran_last() {
 #[test]
 fn a_full_disk_lets_the_guest_be_where_it_is_or_takes_it_away_wholly() {
     for after in 0.. {
-        let disk = new_store();
+        let disk: CrashDisk = new_store();
         begin(&disk, "start web", Guest::Booted, None).unwrap();
         let mut model = Model { keep: 3, ..Model::default() };
         let mut engine = protect(&disk, Some(1)).unwrap();
@@ -312,7 +308,7 @@ fn a_guest_that_is_known_never_makes_a_store() {
 
 #[test]
 fn a_store_of_an_older_rekindle_ends_no_guest() {
-    let disk = new_store();
+    let disk: CrashDisk = new_store();
     // The owner did not record its effect on the guest.
     let mut engine = super::model::open(&disk, 3).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };

@@ -4,6 +4,7 @@
 //! copies needed pages to new segments and removes the old ones. A *base index* is a file with the locations of all
 //! pages.
 
+use super::disk::TestDisk;
 use super::model::{Change, Model, check_image, lazy, open};
 use crate::error::StoreError;
 use proptest::prelude::*;
@@ -11,7 +12,7 @@ use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use rekindle_testing::crash_disk::CrashDisk;
 
 #[derive(Debug, Clone)]
-enum Step {
+pub enum Step {
     Commit(Change),
     Abort(Change),
     /// Pieces of background work.
@@ -41,7 +42,7 @@ fn change() -> impl Strategy<Value = Change> {
     })
 }
 
-fn step() -> impl Strategy<Value = Step> {
+pub fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         8 => change().prop_map(Step::Commit),
         1 => change().prop_map(Step::Abort),
@@ -54,9 +55,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn run(keep: u32, steps: Vec<Step>) {
-    let disk = CrashDisk::default();
-    let mut engine = open(&disk, keep).unwrap();
+pub fn run(disk: &impl TestDisk, keep: u32, steps: Vec<Step>) {
+    let mut engine = open(disk, keep).unwrap();
     let mut model = Model { keep, ..Model::default() };
     for step in steps {
         match step {
@@ -83,7 +83,7 @@ fn run(keep: u32, steps: Vec<Step>) {
             Step::Compact => drop(engine.compact().unwrap()),
             Step::Reopen => {
                 drop(engine);
-                engine = open(&disk, model.keep).unwrap();
+                engine = open(disk, model.keep).unwrap();
                 model.held = None;
                 assert_eq!(engine.newest(), model.newest());
             }
@@ -96,22 +96,25 @@ fn run(keep: u32, steps: Vec<Step>) {
                 model.keep = keep;
             }
         }
-        model.check(&disk);
+        model.check(disk);
     }
 }
 
 proptest! {
     #[test]
     fn a_store_holds_what_the_model_holds(keep in 1u32..4, steps in proptest::collection::vec(step(), 1..40)) {
-        run(keep, steps);
+        run(&CrashDisk::default(), keep, steps);
     }
 }
 
-/// The owner commits, moves pages and removes the old segments while the image is open.
 #[test]
 fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
-    let disk = CrashDisk::default();
-    let mut engine = open(&disk, 2).unwrap();
+    read_lazily(&CrashDisk::default());
+}
+
+/// The owner commits, moves pages and removes the old segments while the image is open.
+pub fn read_lazily(disk: &impl TestDisk) {
+    let mut engine = open(disk, 2).unwrap();
     let mut model = Model { keep: 2, ..Model::default() };
     let change = |n: u64| Change {
         blocks: vec![("ram", 40)],
@@ -120,14 +123,14 @@ fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
     for n in 0..3 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
-    let late = lazy(&disk, None).unwrap();
+    let late = lazy(disk, None).unwrap();
     let expected = model.checkpoints.get(&3).unwrap().clone();
     model.commit(&mut engine, &change(3)).unwrap();
     engine.compact().unwrap();
     engine.settle().unwrap();
     engine.remove_obsolete_files();
     check_image(&late, 3, &expected);
-    let late = lazy(&disk, Some(4)).unwrap();
+    let late = lazy(disk, Some(4)).unwrap();
     for n in 4..7 {
         model.commit(&mut engine, &change(n)).unwrap();
     }

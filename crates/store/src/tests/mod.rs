@@ -10,5 +10,6 @@ mod guest;
 mod history;
 mod inspecting;
 mod model;
+mod objects;
 mod remote;
 mod writing;

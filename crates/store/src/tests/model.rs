@@ -1,5 +1,6 @@
 //! A simple model of a store's content, and a driver that applies the same changes to the store and the model.
 
+use super::disk::TestDisk;
 use crate::directory::StoreDirectory;
 use crate::engine::{CheckpointState, Engine, EngineSettings};
 use crate::error::{Result, StoreError};
@@ -8,9 +9,8 @@ use crate::format::segment::{FRAME_HEADER_LEN, Record};
 use crate::image::LocalImage;
 use crate::types::{Block, Committed, OnlyIf, Owner, Vm};
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
-use rekindle_testing::crash_disk::CrashDisk;
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use uuid::Uuid;
 
 pub fn vm() -> Vm {
@@ -68,7 +68,7 @@ pub struct Model {
     pub held: Option<u64>,
 }
 
-pub fn open(disk: &CrashDisk, keep: u32) -> Result<Engine> {
+pub fn open(disk: &impl TestDisk, keep: u32) -> Result<Engine> {
     open_as(disk, keep, "test", None)
 }
 
@@ -80,17 +80,17 @@ pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
     }
 }
 
-pub fn open_as(disk: &CrashDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
+pub fn open_as(disk: &impl TestDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
     let settings = EngineSettings { keep, segment: 48 << 10, create: true };
-    Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if.map(OnlyIf::Epoch), settings)
+    Engine::open(disk.shared(), &vm(), &Owner::here(operation), only_if.map(OnlyIf::Epoch), settings)
 }
 
-pub fn image(disk: &CrashDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open(StoreDirectory::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+pub fn image(disk: &impl TestDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open(StoreDirectory::open(disk.shared(), Some(vm().uuid))?, at)
 }
 
-pub fn lazy(disk: &CrashDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open_lazily(StoreDirectory::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+pub fn lazy(disk: &impl TestDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open_lazily(StoreDirectory::open(disk.shared(), Some(vm().uuid))?, at)
 }
 
 /// Sends pages to an engine in several frames.
@@ -157,7 +157,7 @@ impl Model {
     }
 
     /// Compares all kept checkpoints with the model.
-    pub fn check(&self, disk: &CrashDisk) {
+    pub fn check(&self, disk: &impl TestDisk) {
         if self.checkpoints.is_empty() {
             assert!(matches!(image(disk, None), Err(StoreError::Empty { .. })));
             return;

@@ -1,5 +1,6 @@
 //! Pages that the caller passes one by one, and pages that the writer reads itself, give the same store.
 
+use super::disk::TestDisk;
 use super::model::{block, content, image, vm};
 use crate::error::StoreError;
 use crate::writer::{Options, Writer};
@@ -9,13 +10,12 @@ use rekindle_testing::crash_disk::CrashDisk;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
 
 const PAGES: u64 = 2500;
 const RAM: BlockId = BlockId(0);
 
-fn writer(disk: &CrashDisk) -> Writer {
-    Writer::on_disk(Arc::new(disk.clone()), &Options { create: true, ..Options::new(vm(), "test") }).unwrap()
+fn writer(disk: &impl TestDisk) -> Writer {
+    Writer::on_disk(disk.shared(), &Options { create: true, ..Options::new(vm(), "test") }).unwrap()
 }
 
 fn numbers(runs: &PageRuns) -> impl Iterator<Item = u64> + '_ {

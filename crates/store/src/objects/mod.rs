@@ -1,0 +1,142 @@
+//! Stores in an object store (S3): each file of a store is one object, which is written as a whole and never changed.
+//!
+//! The map of the file operations to requests, and why it keeps what a directory guarantees, is in
+//! `docs/store-format.md`, *Object stores*. In short:
+//!
+//! | operation | request |
+//! |---|---|
+//! | `create`, `write_at` | none: the content is kept in memory |
+//! | `sync` | a PUT that only creates; none for a file with a temporary name |
+//! | `link` | a PUT of the content that only creates. This is the commit |
+//! | `open`, `read_at` | GETs of ranges |
+//!
+//! | module | purpose |
+//! |---|---|
+//! | `bucket` | requests, their retries and errors; the thread pool that sends them |
+//! | `new_file` | a file that is being written |
+//! | `reading` | a file that is open for reading, and the cache of what was read |
+//! | `settings` | credentials, endpoint and certificates from the environment |
+
+mod bucket;
+mod new_file;
+mod reading;
+mod settings;
+
+use crate::disk::Disk;
+use crate::format::names;
+use crate::url::ObjectAddress;
+use bucket::Bucket;
+use bytes::Bytes;
+use new_file::NewFile;
+use object_store::ObjectStore;
+use reading::{ChunkCache, OpenObject};
+use rekindle_kernel::durable_file::DurableFile;
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The objects below a prefix of a bucket, as a directory of files.
+#[derive(Debug)]
+pub struct ObjectDisk {
+    bucket: Arc<Bucket>,
+    cache: Arc<ChunkCache>,
+    /// Files that this process has created and that are not complete objects yet, by name.
+    new_files: Mutex<HashMap<String, Arc<NewFile>>>,
+}
+
+impl ObjectDisk {
+    /// Prepares access to the objects at `address`. Sends no request.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the settings in the environment are wrong or incomplete.
+    pub fn new(address: &ObjectAddress) -> io::Result<Self> {
+        let objects = settings::s3(&address.bucket)?;
+        Self::with(objects, &address.prefix, address.to_string())
+    }
+
+    /// Returns the objects in `objects` below `prefix`, with `name` as their name in messages.
+    pub(crate) fn with(objects: Arc<dyn ObjectStore>, prefix: &str, name: String) -> io::Result<Self> {
+        let bucket = Arc::new(Bucket::new(objects, prefix, name)?);
+        Ok(Self { bucket, cache: Arc::default(), new_files: Mutex::default() })
+    }
+
+    fn new_files(&self) -> MutexGuard<'_, HashMap<String, Arc<NewFile>>> {
+        self.new_files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn new_file(&self, name: &str) -> io::Result<Arc<NewFile>> {
+        self.new_files().get(name).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl Disk for ObjectDisk {
+    fn name(&self) -> &str {
+        self.bucket.name()
+    }
+
+    fn create_directory(&self, _name: &str) -> io::Result<()> {
+        // An object store has no directories.
+        Ok(())
+    }
+
+    fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>> {
+        self.bucket.list(name)
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DurableFile>> {
+        let file = Arc::new(NewFile::new(self.bucket.clone(), name));
+        let mut new_files = self.new_files();
+        // Complete objects need no place in the list any more.
+        new_files.retain(|_, file| !file.is_uploaded());
+        if new_files.contains_key(name) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        new_files.insert(name.to_owned(), file.clone());
+        Ok(file)
+    }
+
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DurableFile>> {
+        Ok(Arc::new(OpenObject::open(&self.bucket, &self.cache, name)?))
+    }
+
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        let content = self.new_file(from)?.content()?;
+        self.bucket.create(to, content)
+    }
+
+    fn replace_marker(&self, _from: &str, to: &str, previous: &str) {
+        self.bucket.create_and_remove(to, Bytes::new(), previous);
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let new_file = self.new_files().remove(name);
+        match new_file {
+            Some(file) if !file.may_be_object() => Ok(()),
+            _ => self.bucket.remove(name),
+        }
+    }
+
+    fn sync_directory(&self, _name: &str) -> io::Result<()> {
+        // A completed PUT or DELETE is durable and visible.
+        Ok(())
+    }
+
+    fn check_exclusive_links(&self) -> io::Result<()> {
+        let is_created = |result: io::Result<()>| match result {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            other => other.map(|()| true),
+        };
+        let create = || is_created(self.bucket.create(names::EXCLUSIVE, Bytes::new()));
+        // If the object did not exist, the second request must be rejected.
+        if create()? && create()? {
+            let what = "the object store ignores the condition `If-None-Match: *` of a PUT request, so two hosts could \
+                        own the store at the same time; use an object store with conditional writes";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, what));
+        }
+        Ok(())
+    }
+
+    fn can_append(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,482 @@
+//! Stores in an object store in memory: the tests of the store in general, and what is particular to requests: lost
+//! answers, requests that are carried out late, and servers that ignore conditions.
+
+use super::disk::TestDisk;
+use super::model::{Change, Model, open, open_as, vm};
+use super::{epoch, guest, history};
+use crate::directory::StoreDirectory;
+use crate::disk::Disk;
+use crate::error::StoreError;
+use crate::format::names;
+use crate::listing::list;
+use crate::objects::ObjectDisk;
+use crate::verify::verify;
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures_util::stream::BoxStream;
+use futures_util::{FutureExt, StreamExt};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use proptest::prelude::*;
+use rekindle_testing::crash_disk::Meanwhile;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+/// What happens to a request that changes the object store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// It is carried out, but has no answer.
+    LostAnswer,
+    /// It is carried out when [`MemoryObjects::carry_out_late_request`] is called, and has no answer.
+    Late,
+    /// It and all later ones fail and are not carried out.
+    Outage,
+}
+
+/// A request that is carried out late.
+type LateRequest = (Path, PutPayload, PutOptions);
+
+#[derive(Default)]
+struct Faults {
+    /// Requests that are still carried out normally before the fault.
+    after: usize,
+    fault: Option<Fault>,
+    late: Option<LateRequest>,
+    interruption: Option<(usize, Meanwhile)>,
+    /// Number of requests that list objects.
+    lists: usize,
+}
+
+/// An object store in memory. Clones share the content and the faults; [`TestDisk::handle`] shares only the content.
+#[derive(Clone, Default)]
+pub struct MemoryObjects {
+    objects: Arc<InMemory>,
+    faults: Arc<Mutex<Faults>>,
+    ignores_conditions: bool,
+}
+
+impl fmt::Debug for MemoryObjects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("MemoryObjects")
+    }
+}
+
+impl fmt::Display for MemoryObjects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("memory")
+    }
+}
+
+fn no_answer() -> Error {
+    Error::Generic { store: "memory", source: "no answer".into() }
+}
+
+impl MemoryObjects {
+    fn fail_after(&self, after: usize, fault: Fault) {
+        let mut faults = self.faults.lock().unwrap();
+        (faults.after, faults.fault) = (after, Some(fault));
+    }
+
+    /// Ends the faults. Returns whether there was none yet.
+    fn stop_failing(&self) -> bool {
+        let mut faults = self.faults.lock().unwrap();
+        match faults.fault.take() {
+            Some(Fault::Outage) => faults.after > 0,
+            Some(_) => true,
+            None => false,
+        }
+    }
+
+    fn carry_out_late_request(&self) -> Option<Result<PutResult>> {
+        let (path, payload, options) = self.faults.lock().unwrap().late.take()?;
+        self.objects.put_opts(&path, payload, options).now_or_never()
+    }
+
+    fn lists(&self) -> usize {
+        self.faults.lock().unwrap().lists
+    }
+
+    /// Counts a request that changes something. Returns its fault.
+    fn next_fault(&self) -> Option<Fault> {
+        let work = {
+            let mut faults = self.faults.lock().unwrap();
+            match &mut faults.interruption {
+                Some((0, _)) => faults.interruption.take().map(|(_, work)| work),
+                Some((after, _)) => {
+                    *after -= 1;
+                    None
+                }
+                None => None,
+            }
+        };
+        if let Some(work) = work {
+            // The work waits for requests of its own.
+            std::thread::scope(|scope| drop(scope.spawn(work).join()));
+        }
+        let mut faults = self.faults.lock().unwrap();
+        faults.fault?;
+        if faults.after > 0 {
+            faults.after -= 1;
+            return None;
+        }
+        match faults.fault {
+            Some(Fault::Outage) => Some(Fault::Outage),
+            _ => faults.fault.take(),
+        }
+    }
+}
+
+#[async_trait]
+impl ObjectStore for MemoryObjects {
+    async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        if self.ignores_conditions {
+            options.mode = PutMode::Overwrite;
+        }
+        match self.next_fault() {
+            None => self.objects.put_opts(path, payload, options).await,
+            Some(Fault::LostAnswer) => {
+                let _ = self.objects.put_opts(path, payload, options).await;
+                Err(no_answer())
+            }
+            Some(Fault::Late) => {
+                self.faults.lock().unwrap().late = Some((path.clone(), payload, options));
+                // The client tries again, but from now on no request gets through.
+                self.fail_after(0, Fault::Outage);
+                Err(no_answer())
+            }
+            Some(Fault::Outage) => Err(no_answer()),
+        }
+    }
+
+    async fn put_multipart_opts(&self, path: &Path, options: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+        self.objects.put_multipart_opts(path, options).await
+    }
+
+    async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
+        self.objects.get_opts(path, options).await
+    }
+
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        match self.next_fault() {
+            Some(Fault::Outage) => futures_util::stream::iter([Err(no_answer())]).boxed(),
+            _ => self.objects.delete_stream(paths),
+        }
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.objects.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.faults.lock().unwrap().lists += 1;
+        self.objects.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.objects.copy_opts(from, to, options).await
+    }
+}
+
+impl TestDisk for MemoryObjects {
+    const COMMIT_STEPS: usize = 4;
+    const COMPACTION_STEPS: usize = 5;
+
+    fn shared(&self) -> Arc<dyn Disk> {
+        Arc::new(ObjectDisk::with(Arc::new(self.clone()), "site/web", "s3://memory/site/web".into()).unwrap())
+    }
+
+    fn handle(&self) -> Self {
+        Self { faults: Arc::default(), ..self.clone() }
+    }
+
+    fn interrupt(&self, after: usize, work: Meanwhile) {
+        self.faults.lock().unwrap().interruption = Some((after, work));
+    }
+
+    fn names(&self) -> Vec<String> {
+        let listed: Vec<_> = self.objects.list(None).collect().now_or_never().unwrap();
+        let prefix = "site/web/";
+        listed
+            .into_iter()
+            .map(|meta| meta.unwrap().location.as_ref().strip_prefix(prefix).unwrap().to_owned())
+            .collect()
+    }
+}
+
+fn change(n: u64) -> Change {
+    let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
+    Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_store_of_objects_holds_what_the_model_holds(
+        keep in 1u32..4, steps in proptest::collection::vec(history::step(), 1..40),
+    ) {
+        history::run(&MemoryObjects::default(), keep, steps);
+    }
+
+    #[test]
+    fn only_the_host_that_began_it_last_commits_to_objects(steps in guest::steps()) {
+        guest::play::<MemoryObjects>(steps);
+    }
+}
+
+#[test]
+fn an_image_is_read_correctly_or_reported_as_removed_although_removed_objects_cannot_be_read() {
+    history::read_lazily(&MemoryObjects::default());
+}
+
+#[test]
+fn previous_owners_are_rejected() {
+    epoch::commit_after_another_claim::<MemoryObjects>();
+    epoch::claim_conditionally::<MemoryObjects>();
+}
+
+#[test]
+fn an_owner_that_stalls_before_any_request_of_a_commit_spoils_nothing() {
+    epoch::stall_in_a_commit::<MemoryObjects>();
+}
+
+#[test]
+fn an_owner_that_stalls_before_any_request_of_a_compaction_deletes_nothing_that_is_needed() {
+    epoch::stall_in_a_compaction::<MemoryObjects>();
+}
+
+#[test]
+fn two_processes_that_create_a_store_of_objects_concurrently_get_the_same_one() {
+    epoch::create_concurrently::<MemoryObjects>();
+}
+
+/// Returns a store with three checkpoints, and its model.
+fn with_checkpoints() -> (MemoryObjects, Model) {
+    let disk = MemoryObjects::default();
+    let mut model = Model { keep: 2, ..Model::default() };
+    let mut engine = open(&disk, 2).unwrap();
+    for n in 0..3 {
+        model.commit(&mut engine, &change(n)).unwrap();
+        engine.remove_obsolete_files();
+    }
+    (disk, model)
+}
+
+#[test]
+fn a_request_whose_answer_is_lost_anywhere_counts_as_done() {
+    for after in 0.. {
+        let (disk, mut model) = with_checkpoints();
+        disk.fail_after(after, Fault::LostAnswer);
+        let mut engine = open(&disk, 2).unwrap_or_else(|e| panic!("claiming, request {after}: {e}"));
+        model.commit(&mut engine, &change(3)).unwrap_or_else(|e| panic!("request {after}: {e}"));
+        engine.settle().unwrap();
+        engine.remove_obsolete_files();
+        model.check(&disk);
+        if disk.stop_failing() {
+            assert!(after > MemoryObjects::COMMIT_STEPS, "it has more requests than {after}");
+            break;
+        }
+    }
+}
+
+/// The process or the server ends before any request. The next owner finds the newest checkpoint or the one before.
+#[test]
+fn an_outage_before_any_request_leaves_the_previous_checkpoint() {
+    for after in 0.. {
+        let (disk, mut model) = with_checkpoints();
+        let writer = disk.handle();
+        writer.fail_after(after, Fault::Outage);
+        let before = model.clone();
+        let committed = open(&writer, 2).and_then(|mut engine| {
+            let committed = model.commit(&mut engine, &change(3));
+            engine.remove_obsolete_files();
+            committed
+        });
+        let is_complete = writer.stop_failing();
+        let mut next = open(&disk, 2).unwrap();
+        if let Err(e) = committed {
+            assert!(!is_complete, "{e}");
+            model = before;
+        }
+        assert_eq!(next.newest(), model.newest(), "before request {after}");
+        model.check(&disk);
+        model.commit(&mut next, &change(4)).unwrap();
+        next.remove_obsolete_files();
+        model.check(&disk);
+        let used: u64 = list(&StoreDirectory::open(disk.shared(), None).unwrap()).unwrap().disk;
+        assert!(used > 0);
+        if is_complete {
+            assert!(after > MemoryObjects::COMMIT_STEPS, "it has more requests than {after}");
+            break;
+        }
+    }
+}
+
+/// A request without an answer is carried out after the client has stopped waiting for it.
+#[test]
+fn a_request_that_is_carried_out_late_changes_nothing_that_counts() {
+    for next_owner_is_first in [false, true] {
+        let mut commits_carried_out = 0;
+        for after in 0.. {
+            let (disk, mut model) = with_checkpoints();
+            let writer = disk.handle();
+            let mut engine = open(&writer, 2).unwrap();
+            writer.fail_after(after, Fault::Late);
+            let committed = model.commit(&mut engine, &change(3));
+            engine.remove_obsolete_files();
+            let is_complete = writer.faults.lock().unwrap().late.is_none();
+            writer.stop_failing();
+            if is_complete {
+                assert!(after > 0, "a commit has more requests than {after}");
+                break;
+            }
+            let late = |disk: &MemoryObjects| disk.carry_out_late_request().unwrap().is_ok();
+            if committed.is_err() {
+                // An owner whose entry may still appear cannot commit: the next checkpoint would have the same number.
+                let _ = model.commit(&mut engine, &change(3));
+            }
+            if next_owner_is_first {
+                let mut next = open(&disk, 2).unwrap();
+                late(&writer);
+                let newest = next.newest();
+                assert!(newest == model.newest(), "request {after}: {newest}");
+                model.commit(&mut next, &change(4)).unwrap();
+                next.remove_obsolete_files();
+            } else {
+                late(&writer);
+                drop(engine);
+                let mut next = open(&disk, 2).unwrap();
+                if next.newest() > model.newest() {
+                    // The request was the commit.
+                    commits_carried_out += 1;
+                    let expected = model.after(&change(3));
+                    model.checkpoints.insert(next.newest(), expected);
+                    model.checkpoints.pop_first();
+                }
+                assert_eq!(next.newest(), model.newest(), "request {after}");
+                model.check(&disk);
+                model.commit(&mut next, &change(4)).unwrap();
+                next.remove_obsolete_files();
+            }
+            model.check(&disk);
+        }
+        assert_eq!(commits_carried_out, usize::from(!next_owner_is_first));
+    }
+}
+
+#[test]
+fn a_server_that_ignores_conditions_is_rejected() {
+    let disk = MemoryObjects { ignores_conditions: true, ..MemoryObjects::default() };
+    let e = StoreDirectory::init(&disk.shared()).unwrap_err();
+    assert!(std::error::Error::source(&e).unwrap().to_string().contains("ignores the condition"), "{e}");
+    // Nothing that counts was written.
+    assert_eq!(disk.names(), [names::EXCLUSIVE]);
+    let good = MemoryObjects::default();
+    drop(open(&good, 2).unwrap());
+    // The server was replaced by one that ignores conditions: no process may claim the store.
+    let bad = MemoryObjects { ignores_conditions: true, ..good.handle() };
+    let before = bad.names();
+    assert!(open(&bad, 2).is_err());
+    assert_eq!(bad.names(), before);
+}
+
+#[test]
+fn an_unused_store_is_created_once() {
+    let disk = MemoryObjects::default();
+    StoreDirectory::init(&disk.shared()).unwrap();
+    let again = StoreDirectory::init(&disk.shared());
+    assert!(matches!(again, Err(StoreError::Exists { vm: None, .. })));
+    drop(open(&disk, 2).unwrap());
+    assert!(!disk.names().contains(&names::UNUSED.to_owned()));
+    assert!(matches!(StoreDirectory::init(&disk.shared()), Err(StoreError::Exists { vm: Some(_), .. })));
+}
+
+#[test]
+fn a_prefix_with_other_objects_is_rejected() {
+    let disk = MemoryObjects::default();
+    let other = Path::from("site/web/photos/1.jpeg");
+    disk.objects
+        .put_opts(&other, Bytes::from_static(b"x").into(), PutOptions::default())
+        .now_or_never()
+        .unwrap()
+        .unwrap();
+    let e = StoreDirectory::init(&disk.shared()).unwrap_err();
+    assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "photos"), "{e}");
+    assert_eq!(disk.names(), ["photos/1.jpeg"]);
+}
+
+/// Every commit leaves a segment, because objects cannot be appended to.
+#[test]
+fn small_segments_are_merged_and_a_commit_lists_nothing() {
+    let disk = MemoryObjects::default();
+    let mut model = Model { keep: 2, ..Model::default() };
+    let mut engine = open(&disk, 2).unwrap();
+    let mut most_segments = 0;
+    for n in 0..400 {
+        let lists = disk.lists();
+        let change = Change { blocks: vec![("ram", 2000)], pages: vec![(0, n * 5 % 2000, 1 + n % 9)] };
+        model.commit(&mut engine, &change).unwrap();
+        assert_eq!(disk.lists(), lists);
+        engine.remove_obsolete_files();
+        while engine.work() {}
+        let segments = disk.names().into_iter().filter(|name| name.starts_with(names::SEGMENTS)).count();
+        most_segments = most_segments.max(segments);
+    }
+    assert!((60..100).contains(&most_segments), "{most_segments}");
+    model.check(&disk);
+    drop(engine);
+    let verified = verify(&StoreDirectory::open(disk.shared(), None).unwrap(), |_, _| {}).unwrap();
+    assert!(verified.is_good() && verified.warnings.is_empty(), "{verified:?}");
+}
+
+#[test]
+fn of_owners_that_claim_concurrently_each_has_an_epoch_of_its_own() {
+    let (disk, model) = with_checkpoints();
+    let claim = |n: usize| open_as(&disk, 2, &format!("race {n}"), None).map(|engine| engine.owner().epoch);
+    let mut epochs: Vec<u64> = std::thread::scope(|scope| {
+        let racers: Vec<_> = (0..8).map(|n| scope.spawn(move || claim(n).unwrap())).collect();
+        racers.into_iter().map(|racer| racer.join().unwrap()).collect()
+    });
+    epochs.sort_unstable();
+    assert_eq!(epochs, (2..10).collect::<Vec<u64>>());
+    // Of those with a condition, at most one succeeds.
+    let winners = std::thread::scope(|scope| {
+        let conditional = || open_as(&disk, 2, "race", Some(9)).is_ok();
+        let racers: Vec<_> = (0..8).map(|_| scope.spawn(conditional)).collect();
+        racers.into_iter().map(|racer| racer.join().unwrap()).filter(|won| *won).count()
+    });
+    assert_eq!(winners, 1);
+    model.check(&disk);
+}
+
+#[test]
+fn an_object_is_read_in_any_pieces() {
+    let disk = MemoryObjects::default().shared();
+    let content: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let file = disk.create("segments/x").unwrap();
+    file.write_at(&content[1000..], 1000).unwrap();
+    file.write_at(&content[..1000], 0).unwrap();
+    file.start_sync();
+    file.sync().unwrap();
+    assert_eq!(file.write_at(b"x", 0).unwrap_err().kind(), io::ErrorKind::Unsupported);
+    let file = disk.open("segments/x").unwrap();
+    assert_eq!(file.length().unwrap(), 3_000_000);
+    for (offset, len) in
+        [(0, 10), (262_140, 10), (2_999_990, 100), (3_000_000, 5), (1_000_000, 1_500_000), (0, 3_000_000), (4 << 20, 1)]
+    {
+        let mut found = vec![0; len];
+        let count = file.read_at(&mut found, offset as u64).unwrap();
+        let expected = content.get(offset..).unwrap_or_default();
+        let expected = &expected[..expected.len().min(len)];
+        assert!(found[..count] == *expected, "{offset} {len}");
+    }
+    assert_eq!(disk.create("segments/x").unwrap().sync().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    disk.remove("segments/x").unwrap();
+    assert_eq!(disk.open("segments/x").unwrap_err().kind(), io::ErrorKind::NotFound);
+    assert_eq!(vm().name, "web");
+}

@@ -1,0 +1,178 @@
+//! An object store for one test: a real Ceph with one monitor, one manager, one storage daemon in memory and an S3 gateway, from
+//! Debian's packages. It ends with the test.
+
+use crate::micro::free_port;
+use crate::{DEADLINE, wait_for};
+use rekindle_kernel::spawn::die_with_starter;
+use std::fs::{self, File};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use tempfile::TempDir;
+
+/// The bucket that exists.
+pub const BUCKET: &str = "checkpoints";
+const ACCESS_KEY: &str = "test-access-key";
+const SECRET_KEY: &str = "test-secret-key";
+const REGION: &str = "default";
+/// Bytes that the storage daemon can hold in memory.
+const CAPACITY: u64 = 2 << 30;
+
+const GATEWAY: &[&str] = &["-n", "client.rgw"];
+
+/// A running Ceph with an S3 gateway.
+pub struct ObjectStoreServer {
+    directory: TempDir,
+    port: u16,
+    monitor: Child,
+    manager: Child,
+    storage: Child,
+    gateway: Child,
+}
+
+fn configuration(directory: &Path, monitor: &str, gateway_port: u16, id: &str) -> String {
+    let directory = directory.display();
+    format!(
+        "[global]
+fsid = {id}
+mon host = {monitor}
+mon initial members = a
+auth cluster required = none
+auth service required = none
+auth client required = none
+osd pool default size = 1
+osd pool default min size = 1
+osd crush chooseleaf type = 0
+osd pool default pg num = 4
+mon allow pool size one = true
+run dir = {directory}
+log file = {directory}/$name.log
+admin socket = {directory}/$name.asok
+ms bind ipv4 = true
+public addr = 127.0.0.1
+osd objectstore = memstore
+memstore device bytes = {CAPACITY}
+osd max object name len = 256
+[mon.a]
+mon data = {directory}/monitor
+[mgr.x]
+mgr data = {directory}/manager
+[osd.0]
+osd data = {directory}/storage
+[client.rgw]
+rgw frontends = beast endpoint=127.0.0.1:{gateway_port} tcp_nodelay=1
+keyring = {directory}/keyring
+"
+    )
+}
+
+/// Runs a command, which must succeed. Returns its output.
+#[track_caller]
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}; run: scripts/setup"));
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+fn program(directory: &Path, name: &str) -> Command {
+    let mut command = Command::new(name);
+    command.arg("--conf").arg(directory.join("ceph.conf")).stdin(Stdio::null());
+    command
+}
+
+/// Starts a program in the foreground, so that it is a child of the test.
+#[track_caller]
+fn daemon(directory: &Path, name: &str, arguments: &[&str]) -> Child {
+    let log = File::create(directory.join(format!("{name}.out"))).unwrap();
+    let mut command = program(directory, name);
+    command.arg("-f").args(arguments).stdout(log.try_clone().unwrap()).stderr(log);
+    die_with_starter(&mut command).spawn().unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"))
+}
+
+fn random_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap().trim().to_owned()
+}
+
+impl ObjectStoreServer {
+    /// Starts it with an empty bucket. Takes some seconds.
+    #[must_use]
+    pub fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = &directory.path().to_owned();
+        for folder in ["monitor", "manager", "storage"] {
+            fs::create_dir(path.join(folder)).unwrap();
+        }
+        // Without authentication, the gateway can use only the first version of the protocol.
+        let (monitor_address, port, id) = (format!("v1:127.0.0.1:{}", free_port()), free_port(), random_id());
+        fs::write(path.join("ceph.conf"), configuration(path, &monitor_address, port, &id)).unwrap();
+        let map = path.join("monmap").display().to_string();
+        run(Command::new("monmaptool").args([
+            "--create",
+            "--addv",
+            "a",
+            &format!("[{monitor_address}]"),
+            "--fsid",
+            &id,
+            &map,
+        ]));
+        run(program(path, "ceph-mon").args(["--mkfs", "-i", "a", "--monmap", &map]));
+        let monitor = daemon(path, "ceph-mon", &["-i", "a"]);
+        let manager = daemon(path, "ceph-mgr", &["-i", "x"]);
+        let storage_id = random_id();
+        run(program(path, "ceph").args(["--connect-timeout", "60", "osd", "new", &storage_id]));
+        run(program(path, "ceph-osd").args(["-i", "0", "--mkfs", "--osd-uuid", &storage_id, "--fsid", &id]));
+        let storage = daemon(path, "ceph-osd", &["-i", "0"]);
+        wait_for("the storage daemon", DEADLINE, || {
+            Some(run(program(path, "ceph").args(["osd", "stat"]))).filter(|stat| stat.contains("1 up"))
+        });
+        let gateway = daemon(path, "radosgw", GATEWAY);
+        let server = Self { directory, port, monitor, manager, storage, gateway };
+        wait_for("the gateway", DEADLINE, || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).ok());
+        run(program(path, "radosgw-admin")
+            .args(["user", "create", "--uid=test", "--display-name=test"])
+            .args([format!("--access-key={ACCESS_KEY}"), format!("--secret-key={SECRET_KEY}")]));
+        run(Command::new("curl")
+            .args(["--silent", "--show-error", "--fail", "--request", "PUT"])
+            .args(["--aws-sigv4", &format!("aws:amz:{REGION}:s3"), "--user", &format!("{ACCESS_KEY}:{SECRET_KEY}")])
+            .args(["--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"])
+            .arg(format!("{}/{BUCKET}", server.endpoint())));
+        server
+    }
+
+    fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// Returns the variables of the environment with which a client reaches it.
+    #[must_use]
+    pub fn environment(&self) -> [(&'static str, String); 5] {
+        [
+            ("AWS_ENDPOINT_URL", self.endpoint()),
+            ("AWS_ACCESS_KEY_ID", ACCESS_KEY.into()),
+            ("AWS_SECRET_ACCESS_KEY", SECRET_KEY.into()),
+            ("AWS_REGION", REGION.into()),
+            ("AWS_ALLOW_HTTP", "true".into()),
+        ]
+    }
+
+    /// Kills the gateway, as if its host had failed.
+    pub fn kill_gateway(&mut self) {
+        self.gateway.kill().unwrap();
+        self.gateway.wait().unwrap();
+    }
+
+    /// Starts the gateway again after [`Self::kill_gateway`].
+    pub fn restart_gateway(&mut self) {
+        self.gateway = daemon(self.directory.path(), "radosgw", GATEWAY);
+        wait_for("the gateway", DEADLINE, || TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).ok());
+    }
+}
+
+impl Drop for ObjectStoreServer {
+    fn drop(&mut self) {
+        for daemon in [&mut self.gateway, &mut self.storage, &mut self.manager, &mut self.monitor] {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}
