@@ -14,3 +14,4 @@ mod output;
 mod owner;
 mod prepare;
 mod store;
+mod trust;
