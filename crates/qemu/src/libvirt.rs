@@ -131,20 +131,47 @@ impl LibvirtCall {
 
 /// A domain to which a connection is open.
 struct OpenDomain {
-    /// Ends before the connection.
-    _subscription: Subscription,
-    events: Receiver<MonitorEvent>,
+    /// `None` before the first command that needs them.
+    events: Option<DomainEvents>,
     domain: Domain,
     connection: Arc<Connection>,
 }
 
+/// The events of a domain.
+struct DomainEvents {
+    /// Ends before its connection.
+    _subscription: Subscription,
+    received: Receiver<MonitorEvent>,
+    /// Has no other calls. libvirt 9.0 can end with a segmentation fault if a client that has subscribed to events is killed
+    /// while one of its calls is served. For the same reason only connections that need events subscribe to them.
+    connection: Arc<Connection>,
+}
+
 impl OpenDomain {
-    /// Finds the domain.
-    fn of(connection: Connection, name: &str) -> Result<Self, LibvirtError> {
-        let connection = Arc::new(connection);
-        let domain = connection.lookup(name)?;
-        let (sender, events) = sync_channel(MAX_EVENTS);
-        Ok(Self { _subscription: domain.subscribe(EVENTS, sender)?, events, domain, connection })
+    /// Connects to the libvirt at `uri`, and finds the domain.
+    fn of(uri: Option<&str>, name: &str) -> Result<Self, LibvirtError> {
+        let connection = Arc::new(Connection::open(uri)?);
+        Ok(Self { events: None, domain: connection.lookup(name)?, connection })
+    }
+
+    /// Subscribes to the domain's events, unless that was done.
+    fn subscribe(&mut self, uri: Option<&str>) -> Result<(), LibvirtError> {
+        if self.events.is_none() {
+            let connection = Arc::new(Connection::open(uri)?);
+            let (sender, received) = sync_channel(MAX_EVENTS);
+            let subscription = connection.lookup(&self.domain.uuid()?)?.subscribe(EVENTS, sender)?;
+            self.events = Some(DomainEvents { _subscription: subscription, received, connection });
+        }
+        Ok(())
+    }
+
+    fn received(&self) -> Option<&Receiver<MonitorEvent>> {
+        self.events.as_ref().map(|events| &events.received)
+    }
+
+    /// Returns whether the daemon has closed no connection.
+    fn is_connected(&self) -> bool {
+        self.connection.is_alive() && self.events.as_ref().is_none_or(|events| events.connection.is_alive())
     }
 
     /// Returns the number of the thread of QEMU's first virtual processor, which cannot be unplugged.
@@ -206,8 +233,7 @@ struct Relay {
 impl Relay {
     /// Also returns QEMU's version.
     fn open(name: String, uri: Option<String>) -> Result<(Self, Value), String> {
-        let connection = Connection::open(uri.as_deref()).map_err(|e| e.to_string())?;
-        let open = OpenDomain::of(connection, &name).map_err(|e| e.to_string())?;
+        let open = OpenDomain::of(uri.as_deref(), &name).map_err(|e| e.to_string())?;
         let reply = open.domain.monitor(r#"{"execute":"query-version"}"#, &[]).map_err(|e| e.to_string())?;
         let instance = Instance::of(&open).map_err(|e| e.to_string())?;
         let relay = Self { name, uri, open, instance, stop_sent: None, may_miss_events: false };
@@ -218,13 +244,10 @@ impl Relay {
     /// Returns QEMU's reply. The connection is opened again if the daemon has closed it (a restart), and a command that
     /// `is_repeatable` is then sent again.
     fn execute(&mut self, command: &str, is_repeatable: bool, fd: Option<OwnedFd>) -> Result<String, LibvirtError> {
-        self.instance.check()?;
-        if !self.open.connection.is_alive() {
-            self.reopen()?;
-        }
+        self.connect()?;
         let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
         let reply = self.open.domain.monitor(command, &fds);
-        if reply.is_err() && is_repeatable && !self.open.connection.is_alive() {
+        if reply.is_err() && is_repeatable && !self.open.is_connected() {
             self.reopen()?;
             return self.open.domain.monitor(command, &fds);
         }
@@ -233,20 +256,22 @@ impl Relay {
 
     /// Makes a call and returns the line of its reply. It is not repeated: it may have taken effect.
     fn call(&mut self, call: &LibvirtCall) -> String {
-        let ready = self.instance.check().and_then(|()| match self.open.connection.is_alive() {
-            true => Ok(()),
-            false => self.reopen(),
-        });
-        if let Err(e) = ready {
+        if let Err(e) = self.connect() {
             return error_line(&e.to_string());
         }
         match call.on(&self.open.domain) {
             Ok(value) => json!({"return": value}).to_string(),
-            Err(e) if self.open.connection.is_alive() => {
+            Err(e) if self.open.is_connected() => {
                 json!({"error": {"class": REJECTED_CLASS, "desc": e.to_string()}}).to_string()
             }
             Err(e) => error_line(&e.to_string()),
         }
+    }
+
+    /// Connects again if the daemon has closed a connection.
+    fn connect(&mut self) -> Result<(), LibvirtError> {
+        self.instance.check()?;
+        if self.open.is_connected() { Ok(()) } else { self.reopen() }
     }
 
     /// Connects to a daemon that is being started again. The guest may be stopped meanwhile, and only a connection can
@@ -255,9 +280,13 @@ impl Relay {
         let deadline = Instant::now() + RESTART_TIMEOUT;
         let open = loop {
             // A daemon that has just been started may accept connections before it has found its domains.
-            let opened = Connection::open(self.uri.as_deref())
-                .and_then(|connection| OpenDomain::of(connection, &self.instance.uuid))
-                .and_then(|open| self.instance.check_same(&open).map(|()| open));
+            let opened = OpenDomain::of(self.uri.as_deref(), &self.instance.uuid).and_then(|mut open| {
+                self.instance.check_same(&open)?;
+                if self.open.events.is_some() {
+                    open.subscribe(self.uri.as_deref())?;
+                }
+                Ok(open)
+            });
             match opened {
                 Ok(open) => break open,
                 Err(e) if Instant::now() >= deadline => return Err(e),
@@ -320,9 +349,15 @@ impl Relay {
         }
         // Outside of a pause, it stops and resumes the guest: `piped_save`.
         let is_pause = name == SAVE_DEVICES && self.stop_sent.is_none();
+        if matches!(name, "stop" | "cont") || is_pause {
+            let ready = self.connect().and_then(|()| self.open.subscribe(self.uri.as_deref()));
+            if let Err(e) = ready {
+                return vec![error_line(&e.to_string())];
+            }
+        }
         if name == "stop" || is_pause {
             // Only what happens from now on matters, and its events need room.
-            while self.open.events.try_recv().is_ok() {}
+            while self.open.received().is_some_and(|events| events.try_recv().is_ok()) {}
         }
         let sent = since_1970();
         let is_repeatable = matches!(name, "stop" | "cont") || name.starts_with("query-");
@@ -338,12 +373,16 @@ impl Relay {
                 (self.stop_sent, self.may_miss_events) = (Some(sent), false);
                 vec![event_line("STOP", sent), reply]
             }
-            "cont" => match wait_resumed(&self.open.events, self.stop_sent.take().unwrap_or(sent), sent) {
-                Ok(time) => vec![event_line("RESUME", time), reply],
-                Err(message) => vec![error_line(&message)],
-            },
+            "cont" => {
+                let stop_sent = self.stop_sent.take().unwrap_or(sent);
+                let resumed = self.open.received().map(|events| wait_resumed(events, stop_sent, sent));
+                match resumed.unwrap_or_else(|| Err("libvirt's events are not received".into())) {
+                    Ok(time) => vec![event_line("RESUME", time), reply],
+                    Err(message) => vec![error_line(&message)],
+                }
+            }
             _ if is_pause => {
-                let mut lines = pause_events(&self.open.events, sent);
+                let mut lines = self.open.received().map(|events| pause_events(events, sent)).unwrap_or_default();
                 lines.push(reply);
                 lines
             }
