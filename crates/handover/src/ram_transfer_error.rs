@@ -14,7 +14,9 @@ use std::io;
 pub enum RamTransferError {
     #[error("the source QEMU has no RAM block {id}")]
     NoBlock { id: String },
-    #[error("RAM block {id} is private memory in huge pages, which can be copied, but not moved in place")]
+    #[error(
+        "RAM block {id} is private memory in huge pages, which can be copied, but not moved in place: leave out --in-place"
+    )]
     HugePages { id: String },
     #[error(
         "RAM block {id}: its copy needs {} MiB in huge pages of {} KiB, and {} MiB are left; {remedy}",

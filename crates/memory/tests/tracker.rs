@@ -107,7 +107,6 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
     }
 }
 
-/// Returns a function that copies a page's current content into a copy of the memory.
 #[test]
 fn a_copy_updated_while_the_memory_is_written_is_the_memory_at_each_stop() {
     for give_back in [false, true] {
@@ -137,6 +136,7 @@ fn a_copy_updated_while_the_memory_is_written_is_the_memory_at_each_stop() {
     }
 }
 
+/// Returns a function that copies a page's current content into a copy of the memory.
 fn into_copy(copy: Arc<Mutex<Vec<u8>>>) -> impl Fn(&GuestRam, BlockId, Range<u64>) + Send + Clone + 'static {
     move |ram, block, page| {
         let mut bytes = vec![0; (page.end - page.start) as usize];
