@@ -2,7 +2,7 @@
 //! Debian's packages. It ends with the test.
 
 use crate::micro::free_port;
-use crate::{DEADLINE, wait_for};
+use crate::{DEADLINE, poll, wait_for};
 use rekindle_kernel::spawn::die_with_starter;
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpStream};
@@ -80,6 +80,24 @@ fn program(directory: &Path, name: &str) -> Command {
     command
 }
 
+/// Runs a command of Ceph until the cluster has executed it. Returns its output.
+///
+/// The monitor rejects a command ("wrong fsid", EPERM) that a client sends before it has received the monitor's map, which
+/// happens on a busy machine; `ceph` does not repeat it.
+#[track_caller]
+fn ceph(directory: &Path, arguments: &[&str]) -> String {
+    let mut failure = None;
+    let output = poll(DEADLINE, || {
+        let mut command = program(directory, "ceph");
+        let output = command.args(["--connect-timeout", "60"]).args(arguments).output();
+        let output = output.unwrap_or_else(|e| panic!("{command:?}: {e}; run: scripts/setup"));
+        let success = output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+        failure = Some(output);
+        success
+    });
+    output.unwrap_or_else(|| panic!("ceph {arguments:?}: {failure:?}"))
+}
+
 /// Starts a program in the foreground, so that it is a child of the test.
 #[track_caller]
 fn daemon(directory: &Path, name: &str, arguments: &[&str]) -> Child {
@@ -119,11 +137,11 @@ impl ObjectStoreServer {
         let monitor = daemon(path, "ceph-mon", &["-i", "a"]);
         let manager = daemon(path, "ceph-mgr", &["-i", "x"]);
         let storage_id = random_id();
-        run(program(path, "ceph").args(["--connect-timeout", "60", "osd", "new", &storage_id]));
+        ceph(path, &["osd", "new", &storage_id]);
         run(program(path, "ceph-osd").args(["-i", "0", "--mkfs", "--osd-uuid", &storage_id, "--fsid", &id]));
         let storage = daemon(path, "ceph-osd", &["-i", "0"]);
         wait_for("the storage daemon", DEADLINE, || {
-            Some(run(program(path, "ceph").args(["osd", "stat"]))).filter(|stat| stat.contains("1 up"))
+            Some(ceph(path, &["osd", "stat"])).filter(|stat| stat.contains("1 up"))
         });
         let gateway = daemon(path, "radosgw", GATEWAY);
         let server = Self { directory, port, monitor, manager, storage, gateway };
