@@ -57,13 +57,12 @@ impl Process {
     /// # Errors
     /// `NotFound` if the process has ended, even if its number belongs to another process now.
     pub fn pidfd(&self) -> io::Result<OwnedFd> {
-        let gone = || io::Error::new(io::ErrorKind::NotFound, format!("process {} has ended", self.pid));
-        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw).ok_or_else(|| self.gone())?;
         let fd = pidfd_open(pid, PidfdFlags::empty())?;
         // Checked after the open: from then on the descriptor cannot refer to another process.
         match stat(self.pid) {
             Ok((_, started)) if started == self.started => Ok(fd),
-            _ => Err(gone()),
+            _ => Err(self.gone()),
         }
     }
 
@@ -137,6 +136,25 @@ impl Process {
             }
         }
         count > 0
+    }
+
+    fn gone(&self) -> io::Error {
+        io::Error::new(io::ErrorKind::NotFound, format!("process {} has ended", self.pid))
+    }
+
+    /// Returns whether a seccomp filter checks the system calls of the process's first thread.
+    ///
+    /// # Errors
+    /// `NotFound` if the process has ended.
+    pub fn filters_calls(&self) -> io::Result<bool> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid))?;
+        if !self.is_alive() {
+            return Err(self.gone());
+        }
+        /// `SECCOMP_MODE_FILTER` of `linux/seccomp.h`.
+        const FILTER: &str = "2";
+        let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
+        Ok(mode.is_some_and(|mode| mode.trim() == FILTER))
     }
 
     fn signal(&self, signal: Signal) -> io::Result<()> {

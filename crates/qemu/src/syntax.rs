@@ -21,12 +21,14 @@ pub struct Syntax {
     pub thread_names: bool,
     /// `-vnc` takes `websocket=unix:PATH`.
     pub websocket_paths: bool,
+    /// There is the option `-sandbox`: QEMU was built with seccomp.
+    pub sandbox: bool,
 }
 
 /// Defaults to the syntax of the oldest supported QEMU.
 impl Default for Syntax {
     fn default() -> Self {
-        Self { reconnect_ms: false, monitor_objects: false, thread_names: true, websocket_paths: false }
+        Self { reconnect_ms: false, monitor_objects: false, thread_names: true, websocket_paths: false, sandbox: false }
     }
 }
 
@@ -41,6 +43,7 @@ struct SchemaEntry {
 
 #[derive(Deserialize)]
 struct CommandLineOption {
+    option: String,
     parameters: Vec<Named>,
 }
 
@@ -66,12 +69,14 @@ impl Syntax {
         let is_socket = |entry: &&SchemaEntry| entry.kind == "object" && has(&entry.members, "telnet");
         let reconnect_ms = schema.iter().filter(is_socket).any(|socket| has(&socket.members, "reconnect-ms"));
         let monitor_types: Vec<Named> = qmp.execute("qom-list-types", json!({"implements": "monitor-qmp"}))?;
-        let options: Vec<CommandLineOption> = qmp.execute("query-command-line-options", json!({"option": "name"}))?;
+        let options: Vec<CommandLineOption> = qmp.execute("query-command-line-options", ())?;
+        let name_takes = |parameter| options.iter().any(|it| it.option == "name" && has(&it.parameters, parameter));
         Ok(Self {
             reconnect_ms,
             monitor_objects: has(&monitor_types, "monitor-qmp"),
-            thread_names: options.iter().any(|option| has(&option.parameters, "debug-threads")),
+            thread_names: name_takes("debug-threads"),
             websocket_paths: (qmp.version().major, qmp.version().minor) >= FIRST_WITH_WEBSOCKET_PATHS,
+            sandbox: options.iter().any(|it| it.option == "sandbox"),
         })
     }
 

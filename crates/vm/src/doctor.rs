@@ -2,6 +2,8 @@
 
 use crate::hardware::has_kvm;
 use crate::host::Host;
+use crate::rundir::RunDir;
+use crate::state::State;
 use rekindle_kernel::uring::Ring;
 use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
@@ -57,6 +59,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
         check_vhost_net(),
         check_iproute2(),
         check_tracing_rights(),
+        check_sandboxes(qemu),
     ]
 }
 
@@ -90,6 +93,41 @@ fn check_kvm() -> Finding {
     };
     let hint = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
     finding("KVM", Level::Limited, observation, hint)
+}
+
+/// Checks that the QEMUs of this user's VMs, and the one at `binary`, filter their system calls.
+fn check_sandboxes(binary: &Path) -> Finding {
+    const CHECK: &str = "sandbox";
+    if Binary::probe(binary).is_ok_and(|binary| !binary.syntax.sandbox) {
+        let observation = format!("{} was built without seccomp", binary.display());
+        return finding(CHECK, Level::Limited, observation, "use a QEMU with seccomp (Debian's has it)");
+    }
+    let unfiltered = match unfiltered_qemus() {
+        Ok(unfiltered) => unfiltered,
+        Err(e) => {
+            return finding(CHECK, Level::Limited, format!("cannot list the VMs: {e}"), "repair what the error names");
+        }
+    };
+    if unfiltered.is_empty() {
+        return finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs filters its system calls", "");
+    }
+    let observation = format!("no filter of system calls in the QEMU of: {}", unfiltered.join(", "));
+    let hint = "remove -sandbox from qemu_args of their definitions; run: rekindle reboot vmm NAME";
+    finding(CHECK, Level::Limited, observation, hint)
+}
+
+/// Returns the names of the VMs whose QEMU was started by Rekindle and filters no system calls, sorted.
+fn unfiltered_qemus() -> Result<Vec<String>, Box<dyn std::error::Error>> {
+    let root = Host::open()?.root;
+    let mut unfiltered = Vec::new();
+    for name in RunDir::list(&root)? {
+        let Some(state) = State::read(&RunDir::new(&root, &name))? else { continue };
+        // The program that has started an attached QEMU is responsible for its sandbox.
+        if state.attached.is_none() && state.qemus().any(|qemu| matches!(qemu.process().filters_calls(), Ok(false))) {
+            unfiltered.push(name);
+        }
+    }
+    Ok(unfiltered)
 }
 
 fn check_run_directory() -> Finding {

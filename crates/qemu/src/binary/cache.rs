@@ -25,7 +25,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Version of the file's format.
-const FORMAT_VERSION: u32 = 2;
+const FORMAT_VERSION: u32 = 3;
 /// A file that changed within this time may change again without a new time stamp: the clocks of some file systems
 /// are as coarse as 2 s.
 const FRESH_NS: i128 = 2_000_000_000;

@@ -5,6 +5,9 @@ use crate::syntax::Syntax;
 use serde_json::Value;
 use std::path::Path;
 
+/// The settings of QEMU's filter of system calls: libvirt's defaults.
+const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+
 /// The arguments of a QEMU, in order.
 #[derive(Default)]
 pub(super) struct ArgumentList(Vec<String>);
@@ -39,6 +42,14 @@ impl ArgumentList {
         self.option("-name", syntax.name(&escaped(guest_name)));
         self.option("-display", "none");
         self.option("-msg", "timestamp=on");
+    }
+
+    /// Adds QEMU's filter of system calls, if this QEMU has it. It denies everything that it can deny: to start programs,
+    /// to become another user, to change priorities, and calls that no program needs.
+    pub(super) fn sandbox(&mut self, syntax: Syntax) {
+        if syntax.sandbox {
+            self.option("-sandbox", SANDBOX);
+        }
     }
 
     pub(super) fn accelerator(&mut self, name: &str) {

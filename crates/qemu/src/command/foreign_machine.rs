@@ -21,6 +21,7 @@ pub(super) fn arguments(
 ) -> Vec<String> {
     let mut list = ArgumentList::default();
     list.process(&hardware.name, syntax);
+    list.sandbox(syntax);
     list.option("-monitor", "none");
     list.option("-pidfile", directory.pid().to_string_lossy());
     list.option("-global", "migration.send-configuration=off");

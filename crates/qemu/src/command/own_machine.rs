@@ -27,6 +27,9 @@ pub(super) fn arguments(
 ) -> Vec<String> {
     let mut list = ArgumentList::default();
     list.process(&hardware.name, syntax);
+    if !hardware.extra.iter().any(|argument| argument.trim_start_matches('-') == "sandbox") {
+        list.sandbox(syntax);
+    }
     add_board(&mut list, hardware, directory, start);
     add_sockets(&mut list, hardware, directory, console_log, syntax);
     if let Some(boot) = &hardware.boot {

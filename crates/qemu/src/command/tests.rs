@@ -78,15 +78,26 @@ fn each_qemu_is_given_the_options_that_it_knows() {
     assert!(old.contains("disk-disk0.sock,reconnect=1 "), "{old}");
     assert!(old.contains("-mon chardev=save,mode=control"), "{old}");
     assert!(old.contains("guest=a,,b,debug-threads=on "), "{old}");
-    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: false, websocket_paths: true };
+    let newest =
+        Syntax { reconnect_ms: true, monitor_objects: true, thread_names: false, websocket_paths: true, sandbox: true };
     let new = text_for(&hardware, Start::Boot, newest);
     assert!(new.contains("disk-disk0.sock,reconnect-ms=100 "), "{new}");
     assert!(new.contains("-object monitor-qmp,id=save-monitor,chardev=save"), "{new}");
+    assert!(new.contains("-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny "), "{new}");
+    assert!(!old.contains("-sandbox"), "a QEMU without seccomp does not know the option: {old}");
     for gone in ["reconnect=", "-mon ", "debug-threads"] {
         assert!(!new.contains(gone), "{gone}: {new}");
     }
     let (old_monitors, new_monitors) = (old.matches("-mon "), new.matches("monitor-qmp,id="));
     assert_eq!(old_monitors.count(), new_monitors.count(), "both have the same monitors");
+}
+
+#[test]
+fn a_definition_can_replace_the_sandbox() {
+    let syntax = Syntax { sandbox: true, ..Syntax::default() };
+    let hardware = Hardware { extra: vec!["-sandbox".into(), "off".into()], ..hardware() };
+    let text = text_for(&hardware, Start::Boot, syntax);
+    assert!(text.contains("-sandbox off") && !text.contains("-sandbox on"), "{text}");
 }
 
 #[test]

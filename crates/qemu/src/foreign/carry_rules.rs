@@ -29,12 +29,18 @@ const OPTIONS_WITH_VALUE: RuleTable = {
         (&["cpu", "smp", "numa", "m", "uuid", "smbios", "rtc", "boot", "global", "set", "k", "watchdog-action"], Keep),
         (&["blockdev", "drive", "hda", "hdb", "hdc", "hdd", "cdrom", "fda", "fdb", "pflash", "mtdblock", "sd"], Keep),
         (&["kernel", "shim", "initrd", "append", "dtb", "bios", "L", "acpitable", "fw_cfg", "option-rom"], Keep),
-        (&["vga", "usbdevice", "icount", "compat", "sandbox", "action", "overcommit", "fsdev", "iscsi"], Keep),
+        (&["vga", "usbdevice", "icount", "compat", "action", "overcommit", "fsdev", "iscsi"], Keep),
         (
             &["name", "qmp", "qmp-pretty", "monitor", "mon", "pidfile", "incoming", "gdb", "display", "vnc", "spice"],
             Drop,
         ),
-        (&["accel", "mem-path", "runas", "run-with", "chroot", "D", "d", "trace", "msg", "dfilter", "seed"], Drop),
+        (
+            &[
+                "accel", "mem-path", "runas", "run-with", "chroot", "sandbox", "D", "d", "trace", "msg", "dfilter",
+                "seed",
+            ],
+            Drop,
+        ),
         // Only Proxmox's QEMU has `-id`: the number of the VM.
         (&["loadvm", "add-fd", "plugin", "echr", "rotate", "id"], Drop),
         (&["machine", "M", "device", "object", "netdev", "nic", "net", "chardev", "serial", "parallel"], Rewrite),

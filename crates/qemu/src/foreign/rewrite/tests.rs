@@ -148,12 +148,11 @@ fn a_command_line_of_libvirt() {
         "socket,id=charchannel0,path=/run/x/agent.sock",
         "-chardev null,id=charmonitor",
         "-uuid 1d5f8b43-6b5d-4e5e-8f8c-9d3c8a9a0001",
-        "-sandbox on,obsolete=deny",
         r#"{"driver":"none","id":"audio1"}"#,
     ] {
         assert!(text.contains(part), "{part} in {text}");
     }
-    for gone in ["masterKey0", "fd=", "no-shutdown", "memory-backend-ram", "chardev=charmonitor"] {
+    for gone in ["masterKey0", "fd=", "no-shutdown", "memory-backend-ram", "chardev=charmonitor", "-sandbox"] {
         assert!(!text.contains(gone), "{gone} in {text}");
     }
 }
@@ -163,7 +162,8 @@ fn options_that_later_qemus_do_not_know_are_written_so_that_all_do() {
     let line = "-machine q35 -no-acpi -no-hpet -m 512 -chardev socket,id=c,path=/q,reconnect=1 -mon chardev=m -nodefaults \
                 -chardev socket,id=m,path=/m,server=on -object monitor-qmp,id=mon1,chardev=m,pretty=on";
     let machine = rewrite(&words(line), &facts(&[])).unwrap();
-    let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true, websocket_paths: true };
+    let newest =
+        Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true, websocket_paths: true, sandbox: true };
     for syntax in [Syntax::default(), newest] {
         let text = rebuilt_for(machine.clone(), syntax);
         assert!(text.contains("-machine type=pc-q35-7.2,acpi=off,hpet=off,"), "{text}");

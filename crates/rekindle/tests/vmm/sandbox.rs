@@ -1,0 +1,40 @@
+//! QEMU's filter of system calls: what a QEMU that is under another's control cannot do.
+
+use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
+use rekindle_qemu::qmp::Qmp;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
+
+/// Makes the guest's QEMU start a program, which creates `evidence`. Returns after QEMU has tried it.
+fn start_a_program(guest: &Guest<'_>, evidence: &Path) {
+    let qemu = guest.single_qemu().process;
+    let mut qmp = Qmp::connect(&guest.file("vmm-1/watch.sock"), Duration::from_secs(5)).unwrap();
+    let target = format!("exec:cat > {}", evidence.display());
+    let answer = qmp.execute::<Value>("migrate", json!({"uri": target}));
+    // QEMU is killed, has rejected the target, or the program runs.
+    wait_for("QEMU's attempt", DEADLINE, || (answer.is_err() || !qemu.is_alive() || evidence.exists()).then_some(()));
+}
+
+#[test]
+fn a_qemu_cannot_start_a_program() {
+    let lab = Lab::without_root();
+    let guest = lab.vm("caged").net(Net::None).start(&[]);
+    assert!(guest.single_qemu().process.filters_calls().unwrap());
+    lab.rekindle(["doctor"]).prints(&["each QEMU of Rekindle's VMs filters its system calls"]);
+    let evidence = lab.path("evidence");
+    start_a_program(&guest, &evidence);
+    assert!(!evidence.exists(), "QEMU has started a program");
+    guest.rekindle(&["stop", "--now"]);
+}
+
+#[test]
+fn a_definition_can_turn_the_sandbox_off_and_doctor_names_the_vm() {
+    let lab = Lab::without_root();
+    let guest = lab.vm("free").net(Net::None).key("qemu_args = [\"-sandbox\", \"off\"]").start(&[]);
+    lab.rekindle(["doctor"]).prints(&["limited sandbox", "free", "remove -sandbox from qemu_args"]);
+    let evidence = lab.path("evidence");
+    start_a_program(&guest, &evidence);
+    assert!(evidence.exists(), "the same attempt succeeds without a sandbox");
+    guest.rekindle(&["stop", "--now"]);
+}
