@@ -17,6 +17,7 @@ pub(crate) use series::CheckpointSeries;
 
 use crate::event::ProtectEvent;
 use crate::policy::Policy;
+use crate::recipe::permission;
 use crate::target::{Target, TargetError};
 use control_loop::ControlLoop;
 use rekindle_life::attach::ProtectionLock;
@@ -109,6 +110,10 @@ pub fn protect(
         && let Some(problem) = target.state().hardware.unheld_output()
     {
         return Err(ProtectError::UnheldOutput { name: name.into(), problem });
+    }
+    // Without it, a restore on this host may need further configuration.
+    if let Err(e) = permission::remember(host, &target.state().definition.name, &target.recipe()) {
+        tracing::warn!("{name}: what this host runs cannot be recorded: {e}");
     }
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;

@@ -311,9 +311,9 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     define_other("128M", &image(&pair.there, "other.raw"));
     rejects(&["--definition", &path(&kept)], &["disk0", "another disk than the guest's"]);
     // Rejected: no room for the guest's RAM.
-    fs::write(pair.there.path(".host.toml"), "ram_size = \"64M\"\n").unwrap();
+    pair.there.configure_host("ram_size = \"64M\"");
     rejects(&[], &["128"]);
-    fs::remove_file(pair.there.path(".host.toml")).unwrap();
+    pair.there.configure_host("");
     // At the store's path, the other host has another directory.
     let script = fs::read_to_string(pair.there.path("ssh")).unwrap();
     let hidden = script.replace(

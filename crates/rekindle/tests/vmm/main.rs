@@ -19,4 +19,5 @@ mod overlays_libvirt;
 mod processes;
 mod queues;
 mod replace;
+mod trust;
 mod versions;

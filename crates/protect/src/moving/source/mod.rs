@@ -253,7 +253,7 @@ fn greet(
     let recipe = target.recipe();
     let hello = Hello {
         version: VERSION,
-        name: recipe.definition.name.clone(),
+        name: recipe.name().clone(),
         recipe,
         store: settings.store.clone(),
         store_created_us,
