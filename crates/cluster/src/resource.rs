@@ -37,12 +37,14 @@ impl Resource {
     pub(crate) fn restore_request(&self) -> Request {
         let (store, identity) = (self.protect.store.clone(), self.protect.identity.clone());
         let hold_output = self.protect.output_commit;
-        let local_definition = match &self.guest {
+        let (local_definition, local_domain) = match &self.guest {
             // Without it, only what `host.toml` allows can be restored.
-            GuestKind::Own { definition } => Definition::load(definition)
-                .inspect_err(|e| tracing::warn!("the checkpoint may not use what the definition names: {e}"))
-                .ok(),
-            GuestKind::Domain { .. } => None,
+            GuestKind::Own { definition } => {
+                let definition = Definition::load(definition)
+                    .inspect_err(|e| tracing::warn!("the checkpoint may not use what the definition names: {e}"));
+                (definition.ok(), None)
+            }
+            GuestKind::Domain { name } => (None, Some(name.clone())),
         };
         Request {
             store,
@@ -51,6 +53,7 @@ impl Resource {
             eager: false,
             definition: None,
             local_definition,
+            local_domain,
             qemu: None,
             hold_output,
             move_claim: None,

@@ -34,7 +34,6 @@ const HARMLESS: &[&str] = &[
     "rtc",
     "append",
     "watchdog-action",
-    "icount",
     "compat",
     "action",
     "overcommit",
@@ -55,6 +54,10 @@ const FILES: &[&str] = &[
 const WORDS: &[&str] = &["vga", "k", "bios", "option-rom"];
 const USB_DEVICES: &[&str] = &["tablet", "mouse", "keyboard", "wacom-tablet", "braille"];
 
+/// Keys of `-icount`. Others record into a file.
+const CLOCK_KEYS: &[&str] = &["shift", "align", "sleep"];
+/// Options whose value may be JSON. QEMU reads the others as keys and values, whatever they begin with.
+const JSON_OPTIONS: &[&str] = &["device", "object", "blockdev", "netdev", "audiodev"];
 /// Keys of `-machine`.
 const MACHINE_KEYS: &[&str] = &[
     "type",
@@ -210,6 +213,10 @@ const DEVICES: &[&str] = &[
     "vmmouse",
     "i8042",
 ];
+/// Device types that these prefixes cover and that reach the host: commands for its devices, its GPU, its network.
+const HOST_DEVICES: &[&str] = &["scsi-generic", "scsi-block", "hyperv-syndbg"];
+/// Parts of the names of devices that use a GPU of the host.
+const GPU_DEVICES: &[&str] = &["-gl", "rutabaga", "vhost"];
 /// The type of a processor that was added by `-device`.
 const PROCESSOR_SUFFIX: &str = "-x86_64-cpu";
 /// Properties of devices that name something of the host without a slash.
@@ -218,18 +225,13 @@ const HOST_PROPERTIES: &[&str] =
 const OBJECTS: &[&str] =
     &["rng-random", "rng-builtin", "iothread", "throttle-group", "main-loop", "cryptodev-backend-builtin"];
 const RANDOM_FILES: &[&str] = &["/dev/urandom", "/dev/random", "/dev/hwrng"];
-/// Block drivers: files and devices of this host, formats, and filters.
+/// Block drivers: files and devices of this host, formats, and filters. Images in other formats may name further files.
 const BLOCK_DRIVERS: &[&str] = &[
     "file",
     "host_device",
     "host_cdrom",
     "raw",
     "qcow2",
-    "qed",
-    "vmdk",
-    "vdi",
-    "vpc",
-    "vhdx",
     "luks",
     "throttle",
     "copy-on-read",
@@ -307,6 +309,7 @@ fn fields_without_meaning(hardware: &Hardware) -> Vec<HostAccess> {
     };
     report(!hardware.disks.is_empty(), "disks of Rekindle's own");
     report(hardware.boot.is_some(), "a kernel of Rekindle's own");
+    report(hardware.cpu.contains('/'), "a processor with the name of a file");
     report(!hardware.extra.is_empty(), "free arguments in addition to the command line");
     for net in &hardware.nets {
         match &net.backend {
@@ -331,9 +334,11 @@ fn is_forward(rule: &str) -> bool {
     ["tcp:", "udp:", ":"].iter().any(|start| rule.starts_with(start)) && !rule.contains('/')
 }
 
-fn is_plain_name(name: &str) -> bool {
+/// Returns whether the name of a machine type, an interface, a bridge or a namespace is no path and no option.
+#[must_use]
+pub fn is_plain_name(name: &str) -> bool {
     let is_allowed = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
-    !name.is_empty() && name != "." && name != ".." && name.chars().all(is_allowed)
+    !name.is_empty() && !name.starts_with('-') && name != "." && name != ".." && name.chars().all(is_allowed)
 }
 
 fn check_user_network(options: Option<&str>, found: &mut Vec<HostAccess>) {
@@ -368,6 +373,7 @@ impl Reader<'_> {
             "usbdevice" if USB_DEVICES.contains(&value) => {}
             "serial" | "parallel" | "debugcon"
                 if value == "none" || value == "null" || value.strip_prefix("chardev:").is_some() => {}
+            "icount" => self.listed_keys(CLOCK_KEYS, "shift"),
             "smbios" => self.keys(&["file", "path"], ""),
             "boot" => self.keys(&["splash"], "order"),
             "fw_cfg" => self.keys(&["file"], "name"),
@@ -409,7 +415,12 @@ impl Reader<'_> {
     }
 
     fn parse(&mut self, implied_key: &str) -> Option<Options> {
-        let parsed = Options::parse(self.option.value.unwrap_or_default(), implied_key);
+        let text = self.option.value.unwrap_or_default();
+        if text.starts_with('{') && !JSON_OPTIONS.contains(&self.option.name) {
+            self.refuse("QEMU does not read this option as JSON");
+            return None;
+        }
+        let parsed = Options::parse(text, implied_key);
         parsed.map_err(|e| self.refuse(&e.why)).ok()
     }
 
@@ -470,19 +481,31 @@ impl Reader<'_> {
     /// Reads `DRIVER.PROPERTY=VALUE`, or the three by their keys.
     fn global(&mut self) {
         let value = self.option.value.unwrap_or_default();
-        let parsed = Options::parse(value, "").ok();
-        let keyed =
-            parsed.and_then(|options| Some((options.get("driver")?, options.get("property")?, options.get("value")?)));
+        // QEMU takes the short form, if it can be one.
+        let is_short = value.split('=').next().is_some_and(|name| name.contains('.'));
+        let keyed = || {
+            let options = self.parse_quietly()?;
+            Some((options.get("driver")?, options.get("property")?, options.get("value")?))
+        };
         // `cfi.pflash01` has a dot in its name.
         let short = || {
             let (property, set) = value.split_once('=')?;
             let (driver, property) = property.rsplit_once('.')?;
             Some((driver.to_owned(), property.to_owned(), set.to_owned()))
         };
-        match keyed.or_else(short) {
+        match if is_short { short() } else { keyed() } {
             Some((driver, property, set)) if is_device(&driver) && !reaches_host(&property, &set) => {}
             _ => self.refuse(NOT_LISTED),
         }
+    }
+
+    /// Returns keys and values that only occur once.
+    fn parse_quietly(&self) -> Option<Options> {
+        let options = Options::parse(self.option.value.unwrap_or_default(), "").ok()?;
+        let mut keys = options.keys();
+        keys.sort_unstable();
+        let is_unique = keys.windows(2).all(|pair| pair[0] != pair[1]);
+        (is_unique && matches!(options, Options::Pairs(_))).then_some(options)
     }
 
     fn object(&mut self) {
@@ -505,6 +528,7 @@ impl Reader<'_> {
             let last = key.rsplit('.').next().unwrap_or_default();
             match last {
                 "filename" => self.file(&value),
+                "locking" => return self.refuse("another program could use the disk"),
                 "file" if value.is_empty() => {}
                 "file" => self.file(&value),
                 "driver" | "format" if !BLOCK_DRIVERS.contains(&value.as_str()) => {
@@ -554,6 +578,7 @@ impl Reader<'_> {
             "driver" if !BLOCK_DRIVERS.contains(&value) => {
                 self.refuse(&format!("block driver `{value}`: {NOT_LISTED}"));
             }
+            "locking" => self.refuse("another program could use the disk"),
             _ if value.contains('/') => self.refuse(&format!("`{key}` may reach the host")),
             _ => {}
         }
@@ -575,7 +600,9 @@ impl Reader<'_> {
 }
 
 fn is_device(driver: &str) -> bool {
-    DEVICES.iter().any(|prefix| driver.starts_with(prefix)) || driver.ends_with(PROCESSOR_SUFFIX)
+    let is_of_host = HOST_DEVICES.contains(&driver) || GPU_DEVICES.iter().any(|part| driver.contains(part));
+    let is_listed = DEVICES.iter().any(|prefix| driver.starts_with(prefix)) || driver.ends_with(PROCESSOR_SUFFIX);
+    is_listed && !is_of_host
 }
 
 /// Returns whether a property of a device may name something of the host.

@@ -4,6 +4,8 @@
 //! requests. These rules answer them: by default, the QEMUs that the operating system has installed, the usual
 //! directories of images, and no further arguments. What `host.toml` lists is allowed as well.
 
+mod image_layers;
+
 use rekindle_qemu::host_access::option_text;
 use serde::Deserialize;
 use std::fs::{self, Metadata};
@@ -14,11 +16,12 @@ use std::path::{Component, Path, PathBuf};
 const PROGRAM_DIRECTORIES: [&str; 3] = ["/usr/bin", "/usr/local/bin", "/usr/libexec"];
 /// Beginnings of the names of QEMU's programs.
 const PROGRAM_NAMES: [&str; 2] = ["qemu-system-", "qemu-kvm"];
+/// Limit on the images below an image.
+const MAX_LAYERS: u32 = 64;
 /// Directories of images and firmware.
-const FILE_DIRECTORIES: [&str; 8] = [
+const FILE_DIRECTORIES: [&str; 7] = [
     "/var/lib/libvirt/images",
     "/var/lib/libvirt/boot",
-    "/var/lib/libvirt/qemu/nvram",
     "/var/lib/rekindle/images",
     "/usr/share/OVMF",
     "/usr/share/AAVMF",
@@ -114,13 +117,28 @@ impl RestoreRules {
     ///
     /// # Errors
     /// A text: the file, and how to allow it.
-    pub fn check_path(&self, what: &str, path: &Path) -> Result<(), String> {
-        if self.has_path(path) {
-            return Ok(());
-        }
+    ///
+    /// `is_known`: whether the VM may use a file although it is not in an allowed directory. The images below a known one must
+    /// be allowed or known as well: what the checkpoint declares an image may be a disk with the guest's own data.
+    pub fn check_path(&self, what: &str, path: &Path, is_known: &dyn Fn(&Path) -> bool) -> Result<(), String> {
+        self.check_layers(what, path, is_known, MAX_LAYERS)
+    }
+
+    /// Checks a file, and those below it if it is the layer of an image.
+    fn check_layers(&self, what: &str, path: &Path, is_known: &dyn Fn(&Path) -> bool, more: u32) -> Result<(), String> {
         let shown = path.display();
-        let remedy = self.remedy("paths", &shown.to_string());
-        Err(format!("{what}: {shown} is not in a directory that checkpoints may use; to allow it: {remedy}"))
+        if !is_known(path) && !self.has_path(path) {
+            let remedy = self.remedy("paths", &shown.to_string());
+            return Err(format!(
+                "{what}: {shown} is not in a directory that checkpoints may use; to allow it: {remedy}"
+            ));
+        }
+        let below = image_layers::named_files(path).map_err(|why| format!("{what}: {shown}: {why}"))?;
+        for file in below {
+            let more = more.checked_sub(1).ok_or_else(|| format!("{what}: {shown}: too many images below it"))?;
+            self.check_layers(&format!("{what}, below {shown}"), &file, is_known, more)?;
+        }
+        Ok(())
     }
 
     fn has_path(&self, path: &Path) -> bool {
@@ -144,6 +162,19 @@ impl RestoreRules {
         let value = toml::Value::from(value).to_string();
         format!("add to {} under [restore]: {key} = [{value}]", self.config_path.display())
     }
+}
+
+/// Returns the images below the qcow2 image at `path`. Only for an image that this host itself has given this format.
+#[must_use]
+pub fn images_below(path: &Path) -> Vec<PathBuf> {
+    let mut images = Vec::new();
+    let mut next = vec![path.to_owned()];
+    while let Some(image) = next.pop().filter(|_| images.len() < MAX_LAYERS as usize) {
+        let below = image_layers::named_files(&image).unwrap_or_default();
+        images.extend(below.iter().cloned());
+        next.extend(below);
+    }
+    images
 }
 
 /// Returns QEMU's arguments, each option together with its value.
@@ -206,6 +237,10 @@ mod tests {
         RestoreRules::new("/etc/rekindle/host.toml".into(), toml::from_str(text).unwrap()).unwrap()
     }
 
+    fn check(rules: &RestoreRules, path: &Path) -> Result<(), String> {
+        rules.check_path("disk", path, &|_| false)
+    }
+
     #[test]
     fn only_installed_and_listed_programs_are_allowed() {
         let directory = tempfile::tempdir().unwrap();
@@ -235,14 +270,43 @@ mod tests {
         symlink(directory.path().join("absent"), allowed.join("dangling")).unwrap();
         let rules = rules(&format!("paths = [{allowed:?}]"));
         for name in ["disk", "in", "new"] {
-            rules.check_path("disk", &allowed.join(name)).unwrap();
+            check(&rules, &allowed.join(name)).unwrap();
         }
         for name in ["out", "dangling", "../secret", "absent/new"] {
-            let e = rules.check_path("disk", &allowed.join(name)).unwrap_err();
+            let e = check(&rules, &allowed.join(name)).unwrap_err();
             assert!(e.contains(name) && e.contains("paths = ["), "{e}");
         }
-        rules.check_path("disk", Path::new("/etc/shadow")).unwrap_err();
-        rules.check_path("disk", Path::new("images/disk")).unwrap_err();
+        check(&rules, Path::new("/etc/shadow")).unwrap_err();
+        check(&rules, Path::new("images/disk")).unwrap_err();
+    }
+
+    #[test]
+    fn images_below_an_image_must_be_allowed_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let allowed = directory.path().join("images");
+        fs::create_dir(&allowed).unwrap();
+        let (top, secret) = (allowed.join("top"), directory.path().join("secret"));
+        fs::write(&secret, "").unwrap();
+        fs::write(allowed.join("base"), "").unwrap();
+        let rules = rules(&format!("paths = [{allowed:?}]"));
+        let write = |name: &str| fs::write(&top, image_layers::tests::qcow2(name)).unwrap();
+        for name in ["", "base", allowed.join("base").to_str().unwrap()] {
+            write(name);
+            check(&rules, &top).unwrap();
+        }
+        for name in [secret.to_str().unwrap(), "../secret", "json:{}", "nbd://h/x", "/proc/self/fd/0", "top"] {
+            write(name);
+            let e = check(&rules, &top).unwrap_err();
+            assert!(e.contains("top"), "{e}");
+        }
+        // A known disk does not make known what its data name.
+        rules.check_path("disk", &top, &|path| path == top).unwrap_err();
+        write(secret.to_str().unwrap());
+        rules.check_path("disk", &top, &|path| path == top).unwrap_err();
+        rules.check_path("disk", &top, &|path| path == top || path == secret).unwrap();
+        assert_eq!(images_below(&top), std::slice::from_ref(&secret));
+        let e = check(&rules, &top).unwrap_err();
+        assert!(e.contains(&format!("paths = [\"{}\"]", secret.display())), "{e}");
     }
 
     #[test]

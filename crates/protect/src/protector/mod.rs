@@ -111,10 +111,7 @@ pub fn protect(
     {
         return Err(ProtectError::UnheldOutput { name: name.into(), problem });
     }
-    // Without it, a restore on this host may need further configuration.
-    if let Err(e) = permission::remember(host, &target.state().definition.name, &target.recipe()) {
-        tracing::warn!("{name}: what this host runs cannot be recorded: {e}");
-    }
+    permission::remember(host, &target.state().definition.name, &target.recipe());
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(&target, settings, &format!("protect {name}"), protection)?;

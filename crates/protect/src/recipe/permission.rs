@@ -8,21 +8,25 @@
 //! - what [`RestoreRules`] allows on this host.
 
 use super::{Recipe, RecipeError};
-use rekindle_libvirt::host_access as domain_access;
+use rekindle_libvirt::host_access::{self as domain_access, DomainUses, UsedFile};
 use rekindle_qemu::command::{ForeignMachine, Hardware};
-use rekindle_qemu::host_access::{self, HostAccess};
-use rekindle_vm::definition::{Definition, Name};
+use rekindle_qemu::host_access::{self, HostAccess, is_plain_name};
+use rekindle_vm::definition::{Definition, DiskFormat, Name};
 use rekindle_vm::host::{Host, make_private};
 use rekindle_vm::overlays::OverlayEpoch;
-use rekindle_vm::restore_rules::{RestoreRules, find_program, option_texts};
+use rekindle_vm::restore_rules::{RestoreRules, find_program, images_below, option_texts};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::state::State;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Directory in which libvirt makes the variables of UEFI.
+const VARIABLES_DIRECTORY: &str = "/var/lib/libvirt/qemu/nvram";
 
 /// What checkpoints of one VM may use of this host.
 #[derive(Debug)]
@@ -33,6 +37,24 @@ pub(crate) struct Permission {
     given: Option<Definition>,
     qemu: Option<PathBuf>,
     known: KnownUses,
+    /// The domain of libvirt that this host has run as the VM.
+    domain: Option<DomainIdentity>,
+    /// Name of the domain that the operator has named.
+    given_domain: Option<String>,
+}
+
+/// What this host has run as a VM. The file of [`remember`].
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct RunMachine {
+    recipe: Recipe,
+    domain: Option<DomainIdentity>,
+}
+
+/// A domain of libvirt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct DomainIdentity {
+    name: String,
+    uuid: String,
 }
 
 /// What the operator of this host names for a restore.
@@ -43,6 +65,8 @@ pub(crate) struct OperatorChoice<'a> {
     /// The VM's definition on this host, which is not used, but whose files are allowed.
     pub(crate) local_definition: Option<&'a Definition>,
     pub(crate) qemu: Option<&'a Path>,
+    /// libvirt's name of the VM on this host.
+    pub(crate) domain: Option<&'a str>,
 }
 
 /// What this host has used for the VM already, or its operator has named for it.
@@ -76,8 +100,9 @@ impl Permission {
     /// Determines what checkpoints of the VM `name` may use. Must precede the removal of what is left of the VM.
     pub(crate) fn of(host: &Host, name: &Name, choice: OperatorChoice<'_>) -> Arc<Self> {
         let mut known = KnownUses::default();
-        if let Some(recipe) = recorded(host, name) {
-            known.add(&recipe);
+        let recorded = recorded(host, name);
+        if let Some(RunMachine { recipe, .. }) = &recorded {
+            known.add(recipe);
         }
         let state = State::read(&RunDir::new(&host.root, name.as_str())).ok().flatten();
         let prepared = state.as_ref().and_then(|state| state.prepared.as_ref());
@@ -87,7 +112,17 @@ impl Permission {
         for definition in given.as_ref().into_iter().chain(choice.local_definition) {
             known.add_definition(definition);
         }
-        Arc::new(Self { name: name.clone(), rules: host.restore_rules.clone(), given, qemu, known })
+        let given_domain = choice.domain.map(str::to_owned);
+        let domain = recorded.and_then(|recorded| recorded.domain);
+        Arc::new(Self {
+            name: name.clone(),
+            rules: host.restore_rules.clone(),
+            given,
+            qemu,
+            known,
+            domain,
+            given_domain,
+        })
     }
 
     /// Checks a recipe that Rekindle is to run. `overlays`: the disks of its checkpoint that are on overlays.
@@ -107,39 +142,37 @@ impl Permission {
         if self.given.is_none() {
             problems.extend(self.problems_of_definition(&recipe));
         }
+        if !is_plain_name(&recipe.hardware.machine) {
+            problems.push(format!("machine type {}", recipe.hardware.machine));
+        }
         problems.extend(self.problems_of_overlays(overlays));
         self.require_none(problems)?;
-        let definition = Definition { name: self.name.clone(), ..definition.clone() };
+        let mut definition = Definition { name: self.name.clone(), ..definition.clone() };
+        // A QEMU that was not checked must not be in it.
+        if let Some(qemu) = self.qemu.as_ref().filter(|_| self.given.is_none()) {
+            definition.qemu.clone_from(qemu);
+        }
         Ok(AllowedRecipe { recipe, definition, is_users_definition: self.given.is_some(), qemu: self.qemu.clone() })
     }
 
-    /// Checks the recipe of a domain that libvirt is to run; `known_xml`: this host's own definition of it. `None`: the
-    /// recipe is not of a domain.
+    /// Checks the recipe of a domain that libvirt is to run. `defined_xml` returns this host's own definition of the domain
+    /// with a UUID. `None`: the recipe is not of a domain.
     pub(crate) fn allow_domain(
         &self,
         recipe: Recipe,
         overlays: &[OverlayEpoch],
-        known_xml: &dyn Fn(&str) -> Option<String>,
+        defined_xml: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Option<AllowedDomain>, RecipeError> {
         let Some(xml) = recipe.domain_xml().map(str::to_owned) else { return Ok(None) };
         let mut problems: Vec<String> = Vec::new();
         // `qemu-img` is started next to it.
         problems.extend(self.check_program(&recipe.definition.qemu).err());
-        let unreadable = |why: String| vec![format!("libvirt's description of the domain: {why}")];
+        if !is_plain_name(&recipe.hardware.machine) {
+            problems.push(format!("machine type {}", recipe.hardware.machine));
+        }
         match domain_access::of_domain(&xml) {
-            Err(why) => problems.extend(unreadable(why)),
-            Ok(uses) => {
-                let defined = known_xml(&uses.uuid).and_then(|known| domain_access::of_domain(&known).ok());
-                let (known_files, known_elements) =
-                    defined.map(|defined| (defined.files, defined.elements)).unwrap_or_default();
-                problems.extend(uses.emulator.iter().filter_map(|emulator| self.check_program(emulator).err()));
-                for file in uses.files.iter().filter(|file| !known_files.contains(file)) {
-                    problems.extend(self.check_path(&format!("<{}>", file.element), &file.path).err());
-                }
-                for element in uses.elements.iter().filter(|element| !known_elements.contains(element)) {
-                    problems.extend(self.rules.check_element(&element.name, &element.why).err());
-                }
-            }
+            Err(why) => problems.push(format!("libvirt's description of the domain: {why}")),
+            Ok(uses) => problems.extend(self.problems_of_domain(&uses, defined_xml)),
         }
         for path in [&recipe.definition.save_dir, &recipe.definition.ram.dir].into_iter().flatten() {
             problems.extend(self.check_path("a directory of the definition", path).err());
@@ -147,6 +180,71 @@ impl Permission {
         problems.extend(self.problems_of_overlays(overlays));
         self.require_none(problems)?;
         Ok(Some(AllowedDomain { recipe, xml }))
+    }
+
+    fn problems_of_domain(&self, uses: &DomainUses, defined_xml: &dyn Fn(&str) -> Option<String>) -> Vec<String> {
+        // Other texts could be the name of another domain.
+        if uses.uuid.parse::<uuid::Uuid>().is_err() {
+            return vec![format!("<uuid> in libvirt's description of the domain: {} is no UUID", uses.uuid)];
+        }
+        let defined = match self.definition_of(uses, defined_xml) {
+            Ok(defined) => defined,
+            Err(problem) => return vec![problem],
+        };
+        let mut problems: Vec<_> =
+            uses.emulators.iter().filter_map(|emulator| self.check_program(emulator).err()).collect();
+        for file in uses.files.iter().filter(|file| !defined.files.contains(file)) {
+            problems.extend(self.check_domain_file(uses, file).err());
+        }
+        if uses.arguments != defined.arguments {
+            let texts = option_texts(&uses.arguments);
+            let why = "an argument of QEMU in <qemu:commandline>";
+            problems.extend(texts.iter().filter_map(|text| self.rules.check_argument(text, why).err()));
+        }
+        for element in uses.elements.iter().filter(|element| !defined.elements.contains(element)) {
+            problems.extend(self.rules.check_element(&element.name, &element.why).err());
+        }
+        problems
+    }
+
+    /// Returns what this host's own definition of the domain uses. The store chooses name and UUID of its domain, so they must
+    /// be those of the VM to restore: otherwise it could get the files of another one.
+    fn definition_of(
+        &self,
+        uses: &DomainUses,
+        defined_xml: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<DomainUses, String> {
+        if let Some(given) = self.given_domain.as_ref().filter(|given| **given != uses.name) {
+            return Err(format!("it is of the domain {}, not of {given}", uses.name));
+        }
+        let Some(xml) = defined_xml(&uses.uuid) else { return Ok(DomainUses::default()) };
+        let defined = domain_access::of_domain(&xml)
+            .map_err(|why| format!("the domain with the UUID {} on this host: {why}", uses.uuid))?;
+        let DomainUses { name, uuid, .. } = &defined;
+        if *name != uses.name || *uuid != uses.uuid {
+            return Err(format!("its domain {} has the UUID of the domain {name} of this host", uses.name));
+        }
+        let is_recorded = self.domain.as_ref().is_some_and(|domain| domain.name == *name && domain.uuid == *uuid);
+        let is_given = self.given_domain.as_deref().unwrap_or(self.name.as_str()) == name;
+        if !is_given && !is_recorded {
+            return Err(format!(
+                "it is of this host's domain {name}, which has not been protected here as {}; if it shall take its place: \
+                 rekindle restore {name}, or first virsh undefine {name}",
+                self.name
+            ));
+        }
+        Ok(defined)
+    }
+
+    /// Checks a file of a domain. libvirt makes the file of the variables itself, with the domain's name.
+    fn check_domain_file(&self, uses: &DomainUses, file: &UsedFile) -> Result<(), String> {
+        let is_own_variables = file.element == "nvram"
+            && file.path.parent() == Some(Path::new(VARIABLES_DIRECTORY))
+            && [format!("{}_VARS.fd", uses.name), format!("{}_VARS.qcow2", uses.name)]
+                .iter()
+                .any(|name| file.path.file_name() == Some(name.as_ref()))
+            && !file.path.is_symlink();
+        if is_own_variables { Ok(()) } else { self.check_path(&format!("<{}>", file.element), &file.path) }
     }
 
     fn require_none(&self, problems: Vec<String>) -> Result<(), RecipeError> {
@@ -164,7 +262,7 @@ impl Permission {
     }
 
     fn check_path(&self, what: &str, path: &Path) -> Result<(), String> {
-        if self.known.paths.contains(path) { Ok(()) } else { self.rules.check_path(what, path) }
+        self.rules.check_path(what, path, &|path| self.known.paths.contains(path))
     }
 
     fn check_argument(&self, text: &str, why: &str) -> Result<(), String> {
@@ -210,10 +308,9 @@ impl Permission {
     fn problems_of_overlays(&self, overlays: &[OverlayEpoch]) -> Vec<String> {
         let paths =
             overlays.iter().flat_map(|overlay| [("an image", &overlay.image), ("overlays", &overlay.directory)]);
-        let mut problems: Vec<_> = paths
-            .filter(|(_, path)| !self.known.paths.iter().any(|known| is_of_image(path, known)))
-            .filter_map(|(what, path)| self.check_path(what, path).err())
-            .collect();
+        let is_known = |path: &Path| self.known.paths.iter().any(|known| is_of_image(path, known));
+        let mut problems: Vec<_> =
+            paths.filter_map(|(what, path)| self.rules.check_path(what, path, &is_known).err()).collect();
         let formats = overlays.iter().filter(|overlay| !["raw", "qcow2"].contains(&overlay.format.as_str()));
         problems.extend(formats.map(|overlay| format!("format {} of {}", overlay.format, overlay.image.display())));
         problems
@@ -238,7 +335,7 @@ fn is_of_attached(recipe: &Recipe) -> bool {
             let netns = match place {
                 TapPlace::Netns { netns, .. } => Some(netns),
                 TapPlace::Bridge { bridge } => {
-                    return tap.netns.is_none() && tap.ifname == *ifname && !bridge.starts_with('-');
+                    return tap.netns.is_none() && tap.ifname == *ifname && is_plain_name(bridge);
                 }
             };
             tap.ifname == *ifname && tap.netns.as_ref() == netns
@@ -286,6 +383,8 @@ impl KnownUses {
         self.programs.extend(find_program(&definition.qemu));
         self.arguments.extend(option_texts(&definition.qemu_args));
         self.paths.extend(files_of(definition).into_iter().map(|(_, path)| path));
+        let images = definition.disks.iter().filter(|disk| disk.format == DiskFormat::Qcow2);
+        self.paths.extend(images.flat_map(|disk| images_below(&disk.path)));
     }
 }
 
@@ -341,26 +440,33 @@ impl AllowedDomain {
     }
 }
 
-/// Records what this host runs as the VM `name`, so that it can be restored here.
-///
-/// # Errors
-/// When the file cannot be written.
-pub(crate) fn remember(host: &Host, name: &Name, recipe: &Recipe) -> io::Result<()> {
+/// Records what this host runs as a VM, so that it can be restored here. Without this record, that may need further
+/// configuration.
+pub(crate) fn remember(host: &Host, name: &Name, recipe: &Recipe) {
+    if let Err(e) = record(host, name, recipe) {
+        tracing::warn!("{name}: what this host runs cannot be recorded: {e}");
+    }
+}
+
+fn record(host: &Host, name: &Name, recipe: &Recipe) -> io::Result<()> {
     let path = host.run_machine(name);
-    if recorded(host, name).is_some_and(|recorded| recorded == *recipe) {
+    // The XML has passwords, which this file does not need.
+    let uses = recipe.domain_xml().and_then(|xml| domain_access::of_domain(xml).ok());
+    let domain = uses.map(|DomainUses { name, uuid, .. }| DomainIdentity { name, uuid });
+    let mut recipe = recipe.clone();
+    if let Some(machine) = &mut recipe.hardware.foreign {
+        machine.domain_xml = None;
+    }
+    let run = RunMachine { recipe, domain };
+    if recorded(host, name).is_some_and(|recorded| recorded == run) {
         return Ok(());
     }
     if let Some(directory) = path.parent() {
         make_private(directory)?;
     }
-    // The XML has passwords, which this file does not need.
-    let mut recipe = recipe.clone();
-    if let Some(machine) = &mut recipe.hardware.foreign {
-        machine.domain_xml = None;
-    }
-    write_json(&path, &recipe)
+    write_json(&path, &run)
 }
 
-fn recorded(host: &Host, name: &Name) -> Option<Recipe> {
+fn recorded(host: &Host, name: &Name) -> Option<RunMachine> {
     serde_json::from_slice(&fs::read(host.run_machine(name)).ok()?).ok()
 }

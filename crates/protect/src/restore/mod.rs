@@ -70,6 +70,8 @@ pub struct Request {
     /// The VM's definition on this host, if the operator has one here without naming it for the restore: the checkpoint may
     /// use what it names. The guest is rebuilt as it was at the checkpoint.
     pub local_definition: Option<Definition>,
+    /// libvirt's name of the VM on this host, if the operator has named it.
+    pub local_domain: Option<String>,
     /// Path of the QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
     /// Hold network output from the guest's first instruction on. A protector with output commit adopts the hold.
@@ -82,11 +84,12 @@ pub struct Request {
 impl Request {
     /// Returns what the operator has named.
     pub(crate) fn choice(&self) -> OperatorChoice<'_> {
-        let Self { definition, local_definition, qemu, .. } = self;
+        let Self { definition, local_definition, local_domain, qemu, .. } = self;
         OperatorChoice {
             definition: definition.as_ref(),
             local_definition: local_definition.as_ref(),
             qemu: qemu.as_deref(),
+            domain: local_domain.as_deref(),
         }
     }
 

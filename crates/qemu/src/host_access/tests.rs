@@ -63,6 +63,7 @@ fn arguments_that_only_describe_the_machine_pass() {
         ["-smbios", "type=1,product=x/y"],
         ["-nic", "user,model=virtio-net-pci"],
         ["-cpu", "max"],
+        ["-icount", "auto"],
     ] {
         assert_eq!(access(&arguments), [], "{arguments:?}");
     }
@@ -113,6 +114,27 @@ fn everything_that_may_reach_the_host_is_named() {
         ["-blockdev", r#"{"driver":"raw","node-name":"a","file":{"driver":"nvme","device":"0000:01:00.0"}}"#],
         ["-blockdev", "driver=vvfat,dir=/etc,node-name=a"],
         ["-blockdev", "node-name=a"],
+        ["-drive", "file=/i/x,file.locking=off"],
+        ["-drive", r#"{"a":"b,driver=nbd,host=10.0.0.1,c=d"}"#],
+        ["-drive", "file=/i/x,format=vmdk"],
+        ["-blockdev", "driver=vmdk,file=a,node-name=b"],
+        ["-icount", "shift=auto,rr=record,rrfile=/etc/cron.d/x"],
+        ["-icount", "shift=auto,rr=record,rrfile=x"],
+        ["-device", "scsi-generic,drive=d"],
+        ["-device", "virtio-vga-gl"],
+        ["-device", "virtio-gpu-rutabaga-pci,wayland=x"],
+        ["-device", "hyperv-syndbg,host_port=1"],
+        ["-global", "vfio-pci.host=01:00.0,driver=VGA,property=a,value=b"],
+        ["-global", "driver=vfio-pci,driver=VGA,property=host,value=b"],
+        ["-global", r#"{"driver":"VGA","property":"a","value":"b"}"#],
+        ["-readconfig", "/etc/x"],
+        ["-virtfs", "local,path=/,mount_tag=x,security_model=none"],
+        ["-loadvm", "x"],
+        ["-add-fd", "fd=3,set=1"],
+        ["-gdb", "tcp::1"],
+        ["-vnc", ":1"],
+        ["-drive", "file=fd:3"],
+        ["-kernel", "nbd://10.0.0.1/x"],
         ["-frobnicate", "x"],
     ] {
         let found = access(&arguments);
@@ -126,6 +148,9 @@ fn everything_that_may_reach_the_host_is_named() {
 fn each_file_is_reported() {
     for (arguments, paths) in [
         (["-kernel", "/etc/shadow"], &["/etc/shadow"][..]),
+        (["-drive", "file=/proc/self/fd/3"], &["/proc/self/fd/3"]),
+        (["-drive", "file=/dev/fdset/1"], &["/dev/fdset/1"]),
+        (["-initrd", "/i/a,/etc/shadow"], &["/i/a,/etc/shadow"]),
         (["-bios", "/etc/shadow"], &["/etc/shadow"]),
         (["-drive", "file=/dev/sda,format=raw,if=virtio"], &["/dev/sda"]),
         (["-drive", "file=/a,,b,file=/c"], &["/a,b", "/c"]),
@@ -182,6 +207,7 @@ fn networks_and_fields_outside_of_the_command_line_are_checked() {
     assert_eq!((with_net(tap("blue")), with_net(tap("../../proc/1/ns/net"))), (0, 1));
     let rule = |text: &str| NetBackend::User(vec![text.into()]);
     assert_eq!((with_net(rule("tcp:127.0.0.1:2222-:22")), with_net(rule("unix:/run/x-:22"))), (0, 1));
+    assert_eq!(with_net(tap("-blue")), 1);
     let extra = Hardware { extra: vec!["-S".into()], ..hardware() };
     assert_eq!(of_foreign(&extra, &machine(&[])).len(), 1);
 }

@@ -58,6 +58,15 @@ impl Lab {
         self.write_host_config(".host.toml", lines);
     }
 
+    /// Lets checkpoints use the free arguments of QEMU in the XML of this domain.
+    pub fn allow_arguments_of(&self, domain_xml: &str) {
+        let uses = rekindle_libvirt::host_access::of_domain(domain_xml).expect("the XML of a domain");
+        let arguments = rekindle_vm::restore_rules::option_texts(&uses.arguments);
+        let path = self.path(".host.toml");
+        let config = fs::read_to_string(&path).expect("a file in the lab");
+        fs::write(path, format!("{config}arguments = {arguments:?}\n")).expect("a file in the lab");
+    }
+
     /// Writes the configuration of another host of this lab.
     pub fn write_host_config(&self, name: &str, lines: &str) {
         // Labs of one test share their files.

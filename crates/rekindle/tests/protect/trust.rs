@@ -133,7 +133,7 @@ fn the_first_restore_on_a_host_names_the_lines_that_allow_it() {
     let remedy =
         refused.stderr.lines().filter_map(|line| line.split_once("under [restore]: paths = [")?.1.split_once(']'));
     let paths: Vec<_> = remedy.map(|(path, _)| path).collect();
-    assert_eq!(paths.len(), 2, "kernel and RAM disk: {refused}");
+    assert_eq!(paths.len(), 3, "kernel, RAM disk and directory of saved guests: {refused}");
     let qemu =
         refused.stderr.lines().find_map(|line| line.split_once("under [restore]: qemu = ")).map(|(_, line)| line);
     let qemu =

@@ -19,6 +19,7 @@ use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, Remote
 use crate::identity_paths::IdentityPaths;
 use crate::owned::OwnerRecord;
 use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
+use crate::recipe::permission;
 use crate::target::Target;
 use final_pause::{FinalPause, MovedGuest};
 use precopy::PrecopiedGuest;
@@ -199,6 +200,8 @@ fn preflight(
     reject_disks(&held)?;
     reject_dax(&target)?;
     let listing = list_store(settings, &held.rundir)?;
+    // It may come back.
+    permission::remember(host, name, &target.recipe());
     let mut connection = settings.remote.connect()?;
     let store_created_us = listing.as_ref().map(|listing| listing.created_us);
     let remote_host = greet(&mut connection, &target, announced, settings, store_created_us)?;

@@ -166,8 +166,12 @@ impl<'a> IncomingVm<'a> {
             hello;
         // The source host names these. Both are this host's own only if its configuration or its owner has chosen them.
         definition.as_deref().map_or(Ok(()), require_own_file)?;
+        domain.as_ref().and_then(|domain| domain.connect.as_deref()).map_or(Ok(()), require_local)?;
         qemu.as_deref().map_or(Ok(()), |path| host.restore_rules.check_program(path))?;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| with_causes(&e))?;
+        if let Some(other) = definition.as_ref().map(|definition| &definition.name).filter(|other| **other != name) {
+            return Err(format!("the definition on the other host is of the VM {other}, not of {name}"));
+        }
         let identity = identity.as_ref().map(IdentityPaths::identity);
         if let Some(created_us) = store_created_us {
             let listing = admin::listing(&store, identity.as_ref()).map_err(|e| with_causes(&e))?;
@@ -185,6 +189,7 @@ impl<'a> IncomingVm<'a> {
             // A domain is defined by its XML.
             definition: definition.filter(|_| domain.is_none()),
             local_definition: None,
+            local_domain: None,
             qemu: qemu.filter(|_| domain.is_none()),
             hold_output,
             move_claim: None,
@@ -363,6 +368,12 @@ fn require_own_file(path: &Path) -> Result<(), Rejection> {
     let fix =
         || format!("{shown}: others could have written this definition: chown root {shown} && chmod go-w {shown}");
     if is_own { Ok(()) } else { Err(fix()) }
+}
+
+/// Checks that a URI names a libvirt of this host. Others can name a program that libvirt's client starts.
+fn require_local(uri: &str) -> Result<(), Rejection> {
+    let is_local = ["qemu:///system", "qemu:///session"].contains(&uri);
+    if is_local { Ok(()) } else { Err(format!("{uri}: only qemu:///system and qemu:///session are allowed")) }
 }
 
 /// Restores a domain into libvirt.

@@ -55,6 +55,8 @@ impl Hosts {
         let port = domain.address.port();
         let side = |libvirt, lab| Side { libvirt, lab, name: domain.name.clone(), port };
         let [lab_here, lab_there] = &self.labs;
+        let xml = self.here.virsh(&["dumpxml", &domain.name]);
+        self.labs.iter().for_each(|lab| lab.allow_arguments_of(&xml));
         let (here, there) = (side(&self.here, lab_here), side(&self.there, lab_there));
         let store = lab_here.path("store");
         lab_here.rekindle(["store", "init", store.to_str().unwrap()]).ok();

@@ -103,7 +103,7 @@ fn a_changed_description_of_a_domain_starts_nothing() {
     let host_device = "<hostdev mode='subsystem' type='usb'/>";
     let changes: [XmlChange<'_>; 6] = [
         (&emulator, &[&trap, "qemu = ["]),
-        (&top(arguments), &["<q:commandline>", "elements = [\"q:commandline\"]"]),
+        (&top(arguments), &["-S: an argument", "arguments = [\"-S\"]"]),
         (&device(disk), &["<disk>: /etc/shadow", "paths = [\"/etc/shadow\"]"]),
         (&device(block), &["<disk>: /dev/sda", "paths = [\"/dev/sda\"]"]),
         (&device(shared), &["<filesystem>", "elements = [\"filesystem\"]"]),
@@ -122,6 +122,33 @@ fn a_changed_description_of_a_domain_starts_nothing() {
         }
         assert_eq!(libvirt.virsh(&["list", "--all", "--name"]).trim(), "");
     }
+    // Another domain of this host: neither its name and UUID nor its UUID alone are a permission to use its files.
+    let other = "9d0e1f4c-3a35-4a0e-8b55-1f35d0f5a001";
+    let secret = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/etc/shadow'/>\
+                  <target dev='vdz' bus='virtio'/></disk>";
+    let definition = lab.path("other.xml");
+    let xml = format!(
+        "<domain type='qemu'><name>other</name><uuid>{other}</uuid><memory>4096</memory>\
+         <os><type arch='x86_64' machine='q35'>hvm</type></os><devices>{secret}</devices></domain>"
+    );
+    fs::write(&definition, xml).unwrap();
+    libvirt.virsh(&["define", definition.to_str().unwrap()]);
+    let replace = |xml: &str, element: &str, text: &str| {
+        let (before, rest) = xml.split_once(&format!("<{element}>")).unwrap();
+        let (_, after) = rest.split_once(&format!("</{element}>")).unwrap();
+        format!("{before}<{element}>{text}</{element}>{after}")
+    };
+    for (name, word) in [("other", "this host's domain other"), ("mine", "the UUID of the domain other")] {
+        hostile.write(|recipe, _| {
+            let xml = &mut recipe["hardware"]["foreign"]["domain_xml"];
+            let changed = replace(&replace(xml.as_str().unwrap(), "uuid", other), "name", name);
+            *xml = changed.replacen("</devices>", &format!("{secret}</devices>"), 1).into();
+        });
+        let refused = hostile.run(".host.toml", "dom", &run).status(1);
+        assert!(refused.stderr.contains(word) && refused.stderr.contains("nothing was started"), "{refused}");
+        assert_eq!(libvirt.virsh(&["domstate", "other"]).trim(), "shut off");
+    }
+    libvirt.virsh(&["undefine", "other"]);
     // `qemu-img` is looked up next to the QEMU of the definition.
     hostile.write(|recipe, _| recipe["definition"]["qemu"] = trap.clone().into());
     let refused = hostile.run(".host.toml", "dom", &run).status(1);
