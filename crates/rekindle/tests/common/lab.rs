@@ -58,6 +58,14 @@ impl Lab {
         self.write_host_config(".host.toml", lines);
     }
 
+    /// Lets checkpoints use the files in this directory.
+    pub fn allow_directory(&self, directory: &Path) {
+        let path = self.path(".host.toml");
+        let config = fs::read_to_string(&path).expect("a file in the lab");
+        fs::write(path, config.replacen("paths = [", &format!("paths = [{directory:?}, "), 1))
+            .expect("a file in the lab");
+    }
+
     /// Lets checkpoints use the free arguments of QEMU in the XML of this domain.
     pub fn allow_arguments_of(&self, domain_xml: &str) {
         let uses = rekindle_libvirt::host_access::of_domain(domain_xml).expect("the XML of a domain");
