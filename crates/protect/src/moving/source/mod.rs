@@ -89,6 +89,8 @@ pub fn start(
 ) -> Result<MoveReport, MoveError> {
     let started_us = host_us();
     let Movable { held, target, is_domain, listing, mut connection } = preflight(host, name, settings, on_event)?;
+    // It may come back.
+    permission::remember(host, name, &target.recipe());
     let EndedProtector { protection, pid: protector } = end_protector(&held.rundir)?;
     if let Some(pid) = protector {
         on_event(&MoveEvent::ProtectorEnded { pid });
@@ -200,8 +202,6 @@ fn preflight(
     reject_disks(&held)?;
     reject_dax(&target)?;
     let listing = list_store(settings, &held.rundir)?;
-    // It may come back.
-    permission::remember(host, name, &target.recipe());
     let mut connection = settings.remote.connect()?;
     let store_created_us = listing.as_ref().map(|listing| listing.created_us);
     let remote_host = greet(&mut connection, &target, announced, settings, store_created_us)?;
