@@ -2,7 +2,7 @@
 
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_protect::restore::Request;
-use rekindle_vm::definition::Name;
+use rekindle_vm::definition::{Definition, Name};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -37,7 +37,27 @@ impl Resource {
     pub(crate) fn restore_request(&self) -> Request {
         let (store, identity) = (self.protect.store.clone(), self.protect.identity.clone());
         let hold_output = self.protect.output_commit;
-        Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, move_claim: None }
+        let (local_definition, local_domain) = match &self.guest {
+            // Without it, only what `host.toml` allows can be restored.
+            GuestKind::Own { definition } => {
+                let definition = Definition::load(definition)
+                    .inspect_err(|e| tracing::warn!("the checkpoint may not use what the definition names: {e}"));
+                (definition.ok(), None)
+            }
+            GuestKind::Domain { name } => (None, Some(name.clone())),
+        };
+        Request {
+            store,
+            identity,
+            at: None,
+            eager: false,
+            definition: None,
+            local_definition,
+            local_domain,
+            qemu: None,
+            hold_output,
+            move_claim: None,
+        }
     }
 
     /// Returns the arguments for `rekindle protect`, which takes the checkpoints. With `takes_last_checkpoint`, the

@@ -7,8 +7,9 @@
 use crate::error::CheckpointError;
 use crate::load_pages;
 use crate::pause::{Monitors, PauseError, PauseMarks, Paused};
+use crate::recipe::Recipe;
 use crate::restore::RestoreError;
-use crate::restore::checkpoint::{self, ChosenCheckpoint};
+use crate::restore::checkpoint;
 use crate::restore::load::{self, BoostedDestination, CheckpointSource, EmptyDestination};
 use crate::restore::on_demand::OnDemandRam;
 use crate::runs::{block_table, send_from_guest};
@@ -136,17 +137,17 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
 /// # Errors
 /// [`RestoreError`]: the store has no committed candidate, or it cannot be read.
 pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
-    let chosen = open_newest(store)?;
-    let about = chosen.image.metadata()?.get(METADATA_KEY).cloned().unwrap_or_default();
-    let bytes = admin::listing(store, None).map_or(chosen.image.info().bytes, |listing| listing.disk);
-    Ok(StoredCandidate { taken_us: chosen.image.info().time_us, bytes, about, hardware: chosen.recipe.hardware })
+    let (image, recipe) = open_newest(store)?;
+    let about = image.metadata()?.get(METADATA_KEY).cloned().unwrap_or_default();
+    let bytes = admin::listing(store, None).map_or(image.info().bytes, |listing| listing.disk);
+    Ok(StoredCandidate { taken_us: image.info().time_us, bytes, about, hardware: recipe.into_hardware() })
 }
 
-/// Opens the newest checkpoint of the store. Its disks have no epochs.
-fn open_newest(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
+/// Opens the newest checkpoint of the store. Its recipe starts nothing: a candidate is loaded into the VM's own machine.
+fn open_newest(store: &StoreUrl) -> Result<(Image, Recipe), RestoreError> {
     let image = Image::open(store, &ReadOptions { lazy: true, ..ReadOptions::default() })?;
-    let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
-    Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new(), overlays: Vec::new() })
+    let recipe = Recipe::read(&image.definition()?)?;
+    Ok((image, recipe))
 }
 
 /// A destination QEMU that waits to load the devices of a candidate's guest. Another QEMU of the VM may still run.
@@ -170,7 +171,10 @@ pub fn prepare<'a>(
 ) -> Result<PreparedCandidate<'a>, RestoreError> {
     // Reads the candidate while QEMU starts.
     let (input, empty) = thread::scope(|scope| {
-        let input = scope.spawn(|| checkpoint::read(open_newest(store)?));
+        let input = scope.spawn(|| {
+            let (image, recipe) = open_newest(store)?;
+            checkpoint::read(image, recipe.ram_ids())
+        });
         let empty = EmptyDestination::start(handover, &environment, taps);
         (input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), empty)
     });

@@ -12,9 +12,12 @@
 //! | 8 | format 7, and numbered copies of overlays |
 //! | 9 | formats 6 and 8, and network cards with several queues, or that the host's kernel serves (vhost-net) |
 
+pub(crate) mod permission;
+
 use rekindle_qemu::command::{Disk, ForeignNetwork, Hardware, Net, NetBackend, Ram};
-use rekindle_vm::definition::Definition;
+use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::hardware::new_generation;
+use rekindle_vm::state::format_of;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -36,19 +39,65 @@ pub enum RecipeError {
     Newer { found: u64 },
     #[error("the checkpoint has no usable description of its VM")]
     Malformed(#[source] serde_json::Error),
+    /// What the host's configuration does not allow, and how to allow it.
+    #[error("this host does not allow what the checkpoint of {name} describes; nothing was started:\n{}", problems.iter().map(|what| format!("  - {what}")).collect::<Vec<_>>().join("\n"))]
+    NotAllowed { name: String, problems: Vec<String> },
 }
 
-/// The description of a VM that is stored with each checkpoint.
+/// The description of a VM that is stored with each checkpoint. One that was read may have been written by anything that
+/// can write to the store: a VM is only started from an [`AllowedRecipe`](permission::AllowedRecipe).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recipe {
-    pub format: u32,
+    format: u32,
     /// The definition, with all defaults filled in.
-    pub definition: Definition,
+    definition: Definition,
     /// The machine that the guest sees.
-    pub hardware: Hardware,
+    hardware: Hardware,
 }
 
 impl Recipe {
+    /// Returns the recipe of a VM of this host.
+    pub(crate) fn new(definition: Definition, hardware: Hardware) -> Self {
+        Self { format: format_of(&hardware), definition, hardware }
+    }
+
+    /// Requires readers to know this format.
+    pub(crate) fn require_format(&mut self, format: u32) {
+        self.format = self.format.max(format);
+    }
+
+    /// Removes the overlays that are known only to one start of a QEMU.
+    pub(crate) fn clear_overlays(&mut self) {
+        if let Some(machine) = &mut self.hardware.foreign {
+            machine.overlays.clear();
+        }
+    }
+
+    /// Returns the name of the VM.
+    pub(crate) fn name(&self) -> &Name {
+        &self.definition.name
+    }
+
+    /// Returns the RAM blocks that are loaded on demand.
+    pub(crate) fn ram_ids(&self) -> Vec<String> {
+        self.hardware.ram_ids()
+    }
+
+    /// Returns the versioned type of the machine.
+    pub(crate) fn machine(&self) -> &str {
+        &self.hardware.machine
+    }
+
+    /// Returns libvirt's description of the domain, if the recipe is that of a domain.
+    pub(crate) fn domain_xml(&self) -> Option<&str> {
+        self.hardware.foreign.as_ref()?.domain_xml.as_deref()
+    }
+
+    /// Returns the machine, for comparison with one of this host.
+    pub(crate) fn into_hardware(self) -> Hardware {
+        self.hardware
+    }
+
     /// Reads the recipe of a checkpoint.
     pub fn read(value: &Value) -> Result<Self, RecipeError> {
         match value.get("format").and_then(Value::as_u64) {
@@ -64,7 +113,7 @@ impl Recipe {
     /// One message for each property that the guest knows and `hardware` cannot have.
     ///
     /// `is_users_definition`: the user has specified the definition for this host. Otherwise it is the recipe's own.
-    pub fn fit(&self, hardware: &mut Hardware, is_users_definition: bool) -> Result<(), Vec<String>> {
+    fn fit(&self, hardware: &mut Hardware, is_users_definition: bool) -> Result<(), Vec<String>> {
         if self.hardware.foreign.is_some() {
             return self.fit_attached(hardware, is_users_definition);
         }

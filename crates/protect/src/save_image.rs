@@ -43,16 +43,11 @@ pub fn write(image: &Image, out: &mut dyn Write, progress: &mut dyn FnMut(u64, u
     if !epochs::read_overlays(&image.metadata()?).map_err(RecipeError::Malformed)?.is_empty() {
         return Err(SaveImageError::OnOverlays { number });
     }
-    let xml = domain_xml(&recipe).ok_or(SaveImageError::NoDomain { number })?;
+    let xml = recipe.domain_xml().ok_or(SaveImageError::NoDomain { number })?;
     let header = header(xml)?;
     out.write_all(&header).map_err(ExportError::Write)?;
-    let written = export(image, out, Some(&recipe.hardware.machine), progress)?;
+    let written = export(image, out, Some(recipe.machine()), progress)?;
     Ok(header.len() as u64 + written)
-}
-
-/// Returns libvirt's description of the domain, if the recipe is that of a domain.
-pub(crate) fn domain_xml(recipe: &Recipe) -> Option<&str> {
-    recipe.hardware.foreign.as_ref()?.domain_xml.as_deref()
 }
 
 /// Returns what a save image of the domain that `xml` describes has before QEMU's stream.

@@ -9,7 +9,7 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::{LockError, RunStateLock};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::state::{State, format_of};
+use rekindle_vm::state::State;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -99,8 +99,7 @@ impl Target {
 
     #[must_use]
     pub fn recipe(&self) -> Recipe {
-        let (definition, hardware) = (self.state.definition.clone(), self.state.hardware.clone());
-        Recipe { format: format_of(&hardware), definition, hardware }
+        Recipe::new(self.state.definition.clone(), self.state.hardware.clone())
     }
 
     /// Locks the guest's run state, so that no other process stops or resumes it, and checks that this QEMU still

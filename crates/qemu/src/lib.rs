@@ -22,6 +22,7 @@
 //! | [`outdated`] | whether a running QEMU is older than the installed one |
 //! | [`adopt`] | a running QEMU that Rekindle did not start |
 //! | [`foreign`] | the command line of such a QEMU, rewritten into one of ours |
+//! | [`host_access`] | what such a command line uses of the host that runs it |
 //! | [`takeover_command`] | the command line of such a QEMU, rewritten for a QEMU that takes its guest over |
 //! | [`cpu`] | the CPU features that a guest sees |
 //!
@@ -60,6 +61,7 @@ pub mod file_identity;
 pub mod foreign;
 pub mod guest;
 pub mod hold;
+pub mod host_access;
 pub mod incoming;
 pub mod libvirt;
 pub mod monitor;

@@ -53,6 +53,17 @@ pub fn qemu_newest() -> &'static Path {
     NEWEST.get_or_init(|| find_qemu("QEMU_NEWEST"))
 }
 
+/// Returns a `host.toml` with the lines `more` that lets checkpoints use the QEMUs and the guest images of the tests, and
+/// the files in `directory`.
+pub fn host_config(more: &str, directory: &Path) -> String {
+    let images = ["REKINDLE_TEST_MICRO", "REKINDLE_TEST_LEAK", "REKINDLE_TEST_DEBIAN"].map(from_environment);
+    let home = from_environment("HOME").map(|home| home.join(".cache/rekindle"));
+    let cache = from_environment("REKINDLE_CACHE").or(home);
+    let paths: Vec<_> = images.into_iter().flatten().chain(cache).chain([directory.to_owned()]).collect();
+    let qemus = [qemu_old(), qemu_new(), qemu_newest()];
+    format!("{more}\n[restore]\nqemu = {qemus:?}\npaths = {paths:?}\n")
+}
+
 /// A guest image: the directory that a build script prints on its last line.
 struct Image {
     /// The environment variable that names the directory of an image that has been built.

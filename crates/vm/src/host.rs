@@ -4,10 +4,12 @@
 //! `REKINDLE_RUN_DIR` overrides both. Logs are in `/var/log/rekindle`, another user's in
 //! `$XDG_STATE_HOME/rekindle/log`. If `REKINDLE_RUN_DIR` names another directory than the default, logs are below
 //! that. `REKINDLE_LOG_DIR` overrides all of these. `/etc/rekindle/host.toml` (or the file that
-//! `REKINDLE_HOST_CONFIG` names) sets the size of Rekindle's own tmpfs for guest RAM, or names another directory.
+//! `REKINDLE_HOST_CONFIG` names) sets the size of Rekindle's own tmpfs for guest RAM, or names another directory, and
+//! allows what checkpoints may use ([`crate::restore_rules`]).
 
-use crate::definition::{Bytes, Definition};
+use crate::definition::{Bytes, Definition, Name};
 use crate::logs;
+use crate::restore_rules::{RestoreConfig, RestoreRules};
 use crate::rundir::RunDir;
 use rekindle_memory::directory::{RamDirectory, RamError};
 use serde::Deserialize;
@@ -55,6 +57,8 @@ struct Config {
     suspend_dir: Option<PathBuf>,
     log_dir: Option<PathBuf>,
     log_limit: Option<Bytes>,
+    #[serde(default)]
+    restore: RestoreConfig,
 }
 
 /// The directories of this user's VMs on this host.
@@ -71,6 +75,10 @@ pub struct Host {
     pub log_dir: PathBuf,
     /// Length in bytes above which a log is rotated.
     pub log_limit: u64,
+    /// What checkpoints may use of this host.
+    pub restore_rules: RestoreRules,
+    /// Directory of what this host itself has run: see [`Host::run_machine`].
+    run_machines: PathBuf,
     ram: RamLocation,
 }
 
@@ -126,6 +134,13 @@ impl Host {
                 RamLocation::SharedMemory(format!("/dev/shm/rekindle-{uid}").into())
             }
         };
+        let invalid = |message| HostError::Config { path: config_path.clone(), message };
+        let restore_rules = RestoreRules::new(config_path.clone(), config.restore).map_err(invalid)?;
+        let run_machines = match &default_root {
+            Some(default) if *default != root => root.join(".machines"),
+            _ if is_root => "/var/lib/rekindle/machines".into(),
+            _ => user_state_dir(&root).join("machines"),
+        };
         let disk_dir = if is_root { "/var/lib/rekindle".into() } else { user_state_dir(&root) };
         Ok(Self {
             save_dir: config.save_dir.unwrap_or_else(|| disk_dir.join("saved")),
@@ -133,6 +148,8 @@ impl Host {
             root,
             log_dir,
             log_limit,
+            restore_rules,
+            run_machines,
             ram,
         })
     }
@@ -147,6 +164,9 @@ impl Host {
             suspend_dir: directory("suspended"),
             log_dir: directory(".log"),
             log_limit: logs::DEFAULT_LIMIT_BYTES,
+            restore_rules: RestoreRules::new(directory("host.toml"), RestoreConfig::default())
+                .unwrap_or_else(|e| panic!("{e}")),
+            run_machines: directory(".machines"),
             ram: RamLocation::Named(directory(".ram")),
         }
     }
@@ -185,6 +205,13 @@ impl Host {
             RamLocation::Named(path) => Some(path),
             RamLocation::OwnTmpfs { .. } | RamLocation::SharedMemory(_) => None,
         }
+    }
+
+    /// Returns the file that describes the machine of the VM `name` as this host has run it. It survives a reboot of the
+    /// host, so that the VM can be restored without further configuration.
+    #[must_use]
+    pub fn run_machine(&self, name: &Name) -> PathBuf {
+        self.run_machines.join(format!("{name}.json"))
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

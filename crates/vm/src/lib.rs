@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`definition`] | the TOML file |
 //! | [`host`] | the directories of this user's VMs on this host |
+//! | [`restore_rules`] | what checkpoints may use of this host |
 //! | [`rundir`] | the run directory of one VM: paths, listing, writing files so that a crash leaves the old or the new content |
 //! | [`lock`] | one operation at a time, and which process holds the lock |
 //! | [`journal`] | the journal of an operation, so that it can be finished or undone after a crash |
@@ -49,6 +50,7 @@ pub mod overlays;
 pub mod phases;
 pub mod qemu;
 pub mod ram;
+pub mod restore_rules;
 pub mod rundir;
 pub mod samples;
 pub mod slot;

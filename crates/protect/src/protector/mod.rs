@@ -17,6 +17,7 @@ pub(crate) use series::CheckpointSeries;
 
 use crate::event::ProtectEvent;
 use crate::policy::Policy;
+use crate::recipe::permission;
 use crate::target::{Target, TargetError};
 use control_loop::ControlLoop;
 use rekindle_life::attach::ProtectionLock;
@@ -110,6 +111,7 @@ pub fn protect(
     {
         return Err(ProtectError::UnheldOutput { name: name.into(), problem });
     }
+    permission::remember(host, &target.state().definition.name, &target.recipe());
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(&target, settings, &format!("protect {name}"), protection)?;

@@ -6,7 +6,9 @@ use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;
 use crate::load_pages;
 use crate::owned::OwnerRecord;
+use crate::recipe::permission::{AllowedDomain, AllowedRecipe, Permission};
 use crate::recipe::{Recipe, RecipeError};
+use crate::save_image::SaveImageError;
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
@@ -20,15 +22,18 @@ use rekindle_vm::overlays::OverlayEpoch;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
-/// A checkpoint to restore, with its recipe. Its pages are not checked yet.
+/// A checkpoint to restore, with its recipe. Its pages are not checked yet. `R`: [`AllowedRecipe`], [`AllowedDomain`], or
+/// [`Recipe`] as long as nothing has checked whether this host may run it.
 #[derive(Debug)]
-pub(crate) struct ChosenCheckpoint {
+pub(crate) struct ChosenCheckpoint<R = AllowedRecipe> {
     pub(crate) image: Image,
-    pub(crate) recipe: Recipe,
+    pub(crate) recipe: R,
+    /// What the checkpoint may use of this host.
+    permission: Arc<Permission>,
     /// The epochs of the guest's disks.
     pub(crate) epochs: Epochs,
     /// The disks that are on overlays.
@@ -36,7 +41,29 @@ pub(crate) struct ChosenCheckpoint {
 }
 
 impl ChosenCheckpoint {
-    pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
+    /// Opens the checkpoint and checks that this host may run its guest.
+    pub(crate) fn open(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
+        let ChosenCheckpoint { image, recipe, permission, epochs, overlays } =
+            ChosenCheckpoint::open_unchecked(permission, request)?;
+        let recipe = permission.allow(recipe, &overlays)?;
+        Ok(Self { image, recipe, permission, epochs, overlays })
+    }
+}
+
+impl ChosenCheckpoint<Recipe> {
+    /// Checks that libvirt of this host may run the domain. `known_xml`: see [`Permission::allow_domain`].
+    pub(crate) fn allow_domain(
+        self,
+        known_xml: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<ChosenCheckpoint<AllowedDomain>, RestoreError> {
+        let Self { image, recipe, permission, epochs, overlays } = self;
+        let number = image.info().number;
+        let recipe = permission.allow_domain(recipe, &overlays, known_xml)?;
+        let recipe = recipe.ok_or(SaveImageError::NoDomain { number })?;
+        Ok(ChosenCheckpoint { image, recipe, permission, epochs, overlays })
+    }
+
+    pub(crate) fn open_unchecked(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
         let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let identity = request.identity.clone();
         let which = ReadOptions { at: request.at, identity, lazy: true, spare, ..ReadOptions::default() };
@@ -45,7 +72,7 @@ impl ChosenCheckpoint {
         let metadata = image.metadata()?;
         let epochs = epochs::read(&metadata).map_err(RecipeError::Malformed)?;
         let overlays = epochs::read_overlays(&metadata).map_err(RecipeError::Malformed)?;
-        Ok(Self { image, recipe, epochs, overlays })
+        Ok(Self { image, recipe, permission: Arc::clone(permission), epochs, overlays })
     }
 }
 
@@ -132,23 +159,26 @@ pub(super) fn claim_and_read(
     let name = rundir.name();
     let newest = claim_store(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
-        let newer = ChosenCheckpoint::open(request)?;
-        if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs || newer.overlays != chosen.overlays {
+        let newer = ChosenCheckpoint::open(&chosen.permission, request)?;
+        if !newer.recipe.has_same_machine(&chosen.recipe)
+            || newer.epochs != chosen.epochs
+            || newer.overlays != chosen.overlays
+        {
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
         chosen = newer;
     }
-    let input = read(chosen)?;
+    let ChosenCheckpoint { image, recipe, .. } = chosen;
+    let input = read(image, recipe.ram_ids())?;
     let pages = input.read_pages(|image| Ok(SmallBlockPages::All(read_small_blocks(image, &input.paged)?)))?;
     Ok(LoadInput { pages: Some(pages), ..input })
 }
 
-/// Reads the device state. The pages are read when they are needed.
-pub(crate) fn read(chosen: ChosenCheckpoint) -> Result<LoadInput, RestoreError> {
-    let ChosenCheckpoint { image, recipe, .. } = chosen;
+/// Reads the device state. The pages are read when they are needed. `paged`: ids of the blocks that are loaded on demand.
+pub(crate) fn read(image: Image, paged: Vec<String>) -> Result<LoadInput, RestoreError> {
     let devices = image.devices()?;
     stream::check(&devices)?;
-    let (number, blocks, paged) = (image.info().number, image.info().blocks.clone(), recipe.hardware.ram_ids());
+    let (number, blocks) = (image.info().number, image.info().blocks.clone());
     Ok(LoadInput { image: PendingImage::committed(image), number, blocks, paged, devices, pages: None })
 }
 

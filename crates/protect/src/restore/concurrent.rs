@@ -18,7 +18,7 @@ use super::{
     PreparedUse, Request, RestoreError, RestorePlan, Restored, handover_into, plan_restore, reject_disks_without_epoch,
 };
 use crate::load_pages;
-use crate::recipe::Recipe;
+use crate::recipe::permission::{AllowedRecipe, Permission};
 use rekindle_pages::{PageNo, PageRun};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
@@ -55,7 +55,8 @@ pub(crate) struct EarlyLoad<'a> {
     prepared: Prepared,
     waiting: WaitingQemu,
     vm: Vm,
-    recipe: Recipe,
+    permission: Arc<Permission>,
+    recipe: AllowedRecipe,
     input: LoadInput,
     /// The content of the small blocks in the checkpoint.
     small_blocks: Contents,
@@ -73,12 +74,13 @@ impl<'a> EarlyLoad<'a> {
         request: &Request,
         primed: &mut Option<PrimedQemu>,
     ) -> Result<Self, RestoreError> {
-        let chosen = ChosenCheckpoint::open(request)?;
+        let permission = Permission::of(host, name, request.choice());
+        let chosen = ChosenCheckpoint::open(&permission, request)?;
         let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
         let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
         // A guest that moves has no overlays on its disks.
         let overlays = RestoredOverlays::open(&[], SourceQemu::Ended)?;
-        let planned = plan_restore(&idle_slot, name, request, &chosen, &overlays).and_then(|planned| match planned {
+        let planned = plan_restore(&idle_slot, request, &chosen, &overlays).and_then(|planned| match planned {
             RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
             RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),
             RestorePlan { prepared: PreparedUse::NotPrepared, .. } => {
@@ -94,8 +96,9 @@ impl<'a> EarlyLoad<'a> {
         };
         let waiting =
             WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, primed.take()).map_err(unusable)?;
-        let (vm, recipe) = (chosen.image.vm().clone(), chosen.recipe.clone());
-        let input = checkpoint::read(chosen)?;
+        let ChosenCheckpoint { image, recipe, .. } = chosen;
+        let vm = image.vm().clone();
+        let input = checkpoint::read(image, recipe.ram_ids())?;
         let own_copy = input.own_copy(&waiting.ram)?;
         let pages = input.read_pages(|image| input.read_differing(image, &own_copy))?;
         let mut small_blocks = own_copy;
@@ -105,7 +108,7 @@ impl<'a> EarlyLoad<'a> {
         let input = LoadInput { pages: Some(pages), ..input };
         let spare = SpareConnections::default();
         spare.make(&request.store, request.identity.as_ref(), SPARE_CONNECTIONS)?;
-        Ok(Self { idle_slot, plan, prepared, waiting, vm, recipe, input, small_blocks, spare })
+        Ok(Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks, spare })
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -145,10 +148,10 @@ impl<'a> EarlyLoad<'a> {
         request: &Request,
         started: Instant,
     ) -> Result<Restored, RestoreError> {
-        let Self { idle_slot, plan, prepared, waiting, vm, recipe, input, small_blocks, spare: _ } = self;
+        let Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks, spare: _ } = self;
         let mut recorder = Recorder::new(idle_slot.rundir.name(), "restore");
         plan.check_room()?;
-        let (input, expected) = ExpectedCheckpoint::of(input, small_blocks, vm, recipe, sent)?;
+        let (input, expected) = ExpectedCheckpoint::of(input, small_blocks, (vm, permission, recipe), sent)?;
         let slot = idle_slot.into_slot_of_waiting(plan);
         let journal = slot.claim_ram(&prepared.vmm)?;
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
@@ -195,7 +198,8 @@ impl Drop for NeverCommittedOnDrop<'_> {
 /// The properties that the committed checkpoint must have to match the loaded state.
 struct ExpectedCheckpoint {
     vm: Vm,
-    recipe: Recipe,
+    permission: Arc<Permission>,
+    recipe: AllowedRecipe,
     epochs: Epochs,
     /// The content of the small blocks. Missing pages are zero.
     small_blocks: Contents,
@@ -207,8 +211,7 @@ impl ExpectedCheckpoint {
     fn of(
         input: LoadInput,
         mut small_blocks: Contents,
-        vm: Vm,
-        recipe: Recipe,
+        (vm, permission, recipe): (Vm, Arc<Permission>, AllowedRecipe),
         sent: SentState,
     ) -> Result<(LoadInput, Self), RestoreError> {
         let SentState { number, devices, epochs, pages: changed } = sent;
@@ -232,7 +235,7 @@ impl ExpectedCheckpoint {
         let small = SmallBlockPages::Differing(differing.into_iter().collect());
         let pages = Some(ReadPages { small, for_load: for_load.into_iter().collect() });
         let input = LoadInput { image: PendingImage::default(), number, devices, pages, ..input };
-        Ok((input, Self { vm, recipe, epochs, small_blocks }))
+        Ok((input, Self { vm, permission, recipe, epochs, small_blocks }))
     }
 
     /// Waits for the commit, makes this host the store's owner, and compares the checkpoint with the loaded state.
@@ -263,10 +266,12 @@ impl ExpectedCheckpoint {
             true => Ok(()),
             false => Err(RestoreError::DiffersFromAnnounced { number, what: what.into() }),
         };
-        let ChosenCheckpoint { image, recipe, epochs, .. } = ChosenCheckpoint::open(request)?;
+        let ChosenCheckpoint { image, recipe, epochs, .. } = ChosenCheckpoint::open(&self.permission, request)?;
         match image.info().number {
             newest if newest != number => return Err(RestoreError::Newer { name: name.into(), newest }),
-            _ if recipe != self.recipe => return Err(RestoreError::Changed { name: name.into(), number }),
+            _ if !recipe.has_same_machine(&self.recipe) => {
+                return Err(RestoreError::Changed { name: name.into(), number });
+            }
             _ => {}
         }
         require(image.info().blocks == input.blocks, "its RAM blocks")?;

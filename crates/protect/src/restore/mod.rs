@@ -25,6 +25,7 @@ pub use error::RestoreError;
 pub use on_demand::start_pager;
 pub use rekindle_handover::after_resume::ClockOutcome;
 
+use crate::recipe::permission::{OperatorChoice, Permission};
 use checkpoint::ChosenCheckpoint;
 use load::EmptyDestination;
 use prepare::{PrimedQemu, WaitingQemu};
@@ -66,6 +67,11 @@ pub struct Request {
     pub eager: bool,
     /// The definition to use instead of the recipe's, if the VM's files have other paths on this host.
     pub definition: Option<Definition>,
+    /// The VM's definition on this host, if the operator has one here without naming it for the restore: the checkpoint may
+    /// use what it names. The guest is rebuilt as it was at the checkpoint.
+    pub local_definition: Option<Definition>,
+    /// libvirt's name of the VM on this host, if the operator has named it.
+    pub local_domain: Option<String>,
     /// Path of the QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
     /// Hold network output from the guest's first instruction on. A protector with output commit adopts the hold.
@@ -76,6 +82,17 @@ pub struct Request {
 }
 
 impl Request {
+    /// Returns what the operator has named.
+    pub(crate) fn choice(&self) -> OperatorChoice<'_> {
+        let Self { definition, local_definition, local_domain, qemu, .. } = self;
+        OperatorChoice {
+            definition: definition.as_ref(),
+            local_definition: local_definition.as_ref(),
+            qemu: qemu.as_deref(),
+            domain: local_domain.as_deref(),
+        }
+    }
+
     /// Returns what the QEMU that has written the checkpoint's disks may still do.
     fn source_qemu(&self) -> SourceQemu {
         if self.move_claim.is_some() { SourceQemu::Stopped } else { SourceQemu::Ended }
@@ -139,8 +156,9 @@ pub(crate) fn restore_in(
     let started = Instant::now();
     let mut used_up_reason = None;
     let mut attempts = 1;
+    let permission = Permission::of(host, name, request.choice());
     loop {
-        match attempt(host, name, request, &mut primed, started) {
+        match attempt(host, name, request, &permission, &mut primed, started) {
             Err(RestoreError::Changed { .. }) if attempts < MAX_ATTEMPTS => {}
             // The previous owner still commits, and has dropped the checkpoint that was the newest a moment ago.
             Err(RestoreError::Store(StoreError::NoSuchCheckpoint { .. }))
@@ -161,16 +179,17 @@ fn attempt(
     host: &Host,
     name: &Name,
     request: &Request,
+    permission: &Arc<Permission>,
     primed: &mut Option<PrimedQemu>,
     started: Instant,
 ) -> Result<Restored, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore");
-    let chosen = ChosenCheckpoint::open(request)?;
+    let chosen = ChosenCheckpoint::open(permission, request)?;
     recorder.step("open the store");
     let mut idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
     let planned =
         RestoredOverlays::open(&chosen.overlays, SourceQemu::Ended).map_err(RestoreError::from).and_then(|overlays| {
-            let plan = plan_restore(&idle_slot, name, request, &chosen, &overlays)?;
+            let plan = plan_restore(&idle_slot, request, &chosen, &overlays)?;
             Ok((plan, overlays))
         });
     let (RestorePlan { plan, prepared }, mut overlays) = match planned {
@@ -232,20 +251,13 @@ enum PreparedUse {
 
 fn plan_restore(
     idle_slot: &IdleSlot<'_>,
-    name: &Name,
     request: &Request,
     chosen: &ChosenCheckpoint,
     overlays: &RestoredOverlays,
 ) -> Result<RestorePlan, RestoreError> {
-    // The options of the preparation still apply, even if its QEMU has ended.
-    let prepared = idle_slot.prepared().map(|(_, prepared)| prepared).or(idle_slot.ended_prepared());
-    let users_definition = request.definition.clone().or_else(|| prepared.and_then(|prepared| prepared.given.clone()));
-    let qemu = request.qemu.clone().or_else(|| prepared.and_then(|prepared| prepared.qemu.clone()));
-    let is_users_definition = users_definition.is_some();
-    let definition = users_definition.unwrap_or_else(|| chosen.recipe.definition.clone());
-    let definition = Definition { name: name.clone(), ..definition };
-    let mut plan = idle_slot.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
-        chosen.recipe.fit(hardware, is_users_definition)?;
+    let recipe = &chosen.recipe;
+    let mut plan = idle_slot.plan(recipe.definition().clone(), recipe.qemu(), &chosen.epochs, |hardware| {
+        recipe.fit(hardware)?;
         if let Some(problem) = hardware.unheld_output().filter(|_| request.hold_output) {
             return Err(vec![format!("{problem}; restore it without --output-commit")]);
         }

@@ -13,6 +13,7 @@ use super::checkpoint::{self, ChosenCheckpoint};
 use super::load::{self, EmptyDestination};
 use super::on_demand::RegisteredMemory;
 use super::{Request, RestoreError, Restored, handover_into, require_same_blocks, require_same_processors};
+use crate::recipe::permission::Permission;
 use rekindle_handover::{Destination, OwnRunDir};
 use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
@@ -21,7 +22,7 @@ use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::definition::Name;
 use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
@@ -68,17 +69,16 @@ pub struct PreparedQemu {
 /// of the new one.
 pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
-    let chosen = ChosenCheckpoint::open(request)?;
+    let permission = Permission::of(host, name, request.choice());
+    let chosen = ChosenCheckpoint::open(&permission, request)?;
     if !chosen.overlays.is_empty() {
         return Err(RestoreError::PrepareOverlays { number: chosen.image.info().number });
     }
     let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
     let replaced = idle_slot.prepared().is_some();
-    let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
-    let definition = Definition { name: name.clone(), ..definition };
-    let plan = idle_slot.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
-        chosen.recipe.fit(hardware, request.definition.is_some())
-    });
+    let recipe = &chosen.recipe;
+    let plan =
+        idle_slot.plan(recipe.definition().clone(), recipe.qemu(), &chosen.epochs, |hardware| recipe.fit(hardware));
     let plan = match plan {
         Ok(plan) => plan,
         Err(e) => {
@@ -88,7 +88,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
     };
     recorder.step("check what it needs");
     let slot = idle_slot.into_slot(plan)?;
-    match start(&slot, &chosen, request) {
+    match start(&slot, &chosen, &permission, request) {
         Ok(StartedQemu { vmm, ram_bytes }) => {
             recorder.step("start QEMU");
             recorder.write(&slot.rundir);
@@ -110,7 +110,12 @@ struct StartedQemu {
 }
 
 /// Starts a QEMU in `slot`, and records it.
-fn start(slot: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<StartedQemu, RestoreError> {
+fn start(
+    slot: &VmSlot<'_>,
+    chosen: &ChosenCheckpoint,
+    permission: &Arc<Permission>,
+    request: &Request,
+) -> Result<StartedQemu, RestoreError> {
     // Must precede QEMU's reading of the files, so that a later change is detected.
     let mut files = mark_files(&slot.state.hardware)?;
     let (SlotResources { journal, fds }, hardware) = slot.make_waiting()?;
@@ -123,7 +128,7 @@ fn start(slot: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Res
     require_same_processors(&mut qmp, &hardware, info.number)?;
     require_same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
     // Uses the newest checkpoint: the chosen one may have been deleted.
-    let firmware_written = ChosenCheckpoint::open(request)
+    let firmware_written = ChosenCheckpoint::open(permission, request)
         .and_then(|newest| checkpoint::write_small_blocks(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
     if let Err(e) = firmware_written {
         tracing::debug!("cannot load the firmware before the restore: {e}");
@@ -326,7 +331,10 @@ pub(super) fn resume_in(
     let WaitingQemu { qmp, ram, registered } = waiting;
     let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
-        let reader = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
+        let reader = scope.spawn(move || {
+            let ChosenCheckpoint { image, recipe, .. } = chosen;
+            checkpoint::read(image, recipe.ram_ids())?.with_pages(&ram).map(|input| (input, ram))
+        });
         let open_disks = OpenDisks::open(&rundir, &plan.state.hardware, &epochs)?;
         recorder.step("open its disks");
         // The claim waits for the store's disk several times, so it runs concurrently with the load. The guest is not

@@ -266,15 +266,12 @@ impl TrackingSession {
     fn recipe(&self, overlays: &[OverlayEpoch]) -> Recipe {
         let mut recipe = self.target.recipe();
         // Those of the QEMU's start are not those of the checkpoint.
-        if let Some(machine) = &mut recipe.hardware.foreign {
-            machine.overlays.clear();
+        recipe.clear_overlays();
+        match overlays {
+            [] => {}
+            _ if overlays.iter().any(|overlay| overlay.has_head) => recipe.require_format(recipe::WITH_HEADS),
+            _ => recipe.require_format(recipe::WITH_OVERLAYS),
         }
-        let needed = match overlays {
-            [] => recipe.format,
-            _ if overlays.iter().any(|overlay| overlay.has_head) => recipe::WITH_HEADS,
-            _ => recipe::WITH_OVERLAYS,
-        };
-        recipe.format = recipe.format.max(needed);
         recipe
     }
 

@@ -23,6 +23,8 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         at: arguments.at,
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
+        local_definition: None,
+        local_domain: None,
         qemu: arguments.qemu.clone(),
         hold_output: arguments.output_commit,
         move_claim: None,

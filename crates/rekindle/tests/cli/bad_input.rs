@@ -350,7 +350,7 @@ fn records_that_cannot_be_understood_are_named() {
 #[test]
 fn a_ram_directory_that_is_full_or_missing_is_reported() {
     let lab = Lab::new();
-    fs::write(lab.path(".host.toml"), "ram_size = \"200M\"\n").unwrap();
+    lab.configure_host("ram_size = \"200M\"");
     let guest = lab.vm("first").boot(&[]);
     // The memory that is promised to the first guest counts, although the guest has not touched it.
     let second = lab.vm("second").write();

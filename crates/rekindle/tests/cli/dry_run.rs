@@ -16,7 +16,7 @@ fn lab() -> Lab {
         lab.path("suspended"),
         lab.save_dir()
     );
-    fs::write(lab.path(".host.toml"), config).unwrap();
+    lab.configure_host(&config);
     lab
 }
 

@@ -48,7 +48,38 @@ impl Lab {
         let directory = made.expect("a directory in /dev/shm");
         fs::create_dir(directory.path().join("saved")).expect("a directory");
         let namespace = format!("rkt{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        Self { directory, namespace, subnets: AtomicU32::new(0) }
+        let lab = Self { directory, namespace, subnets: AtomicU32::new(0) };
+        lab.configure_host("");
+        lab
+    }
+
+    /// Replaces the host's configuration by these lines and what checkpoints may use.
+    pub fn configure_host(&self, lines: &str) {
+        self.write_host_config(".host.toml", lines);
+    }
+
+    /// Lets checkpoints use the files in this directory.
+    pub fn allow_directory(&self, directory: &Path) {
+        let path = self.path(".host.toml");
+        let config = fs::read_to_string(&path).expect("a file in the lab");
+        fs::write(path, config.replacen("paths = [", &format!("paths = [{directory:?}, "), 1))
+            .expect("a file in the lab");
+    }
+
+    /// Lets checkpoints use the free arguments of QEMU in the XML of this domain.
+    pub fn allow_arguments_of(&self, domain_xml: &str) {
+        let uses = rekindle_libvirt::host_access::of_domain(domain_xml).expect("the XML of a domain");
+        let arguments = rekindle_vm::restore_rules::option_texts(&uses.arguments);
+        let path = self.path(".host.toml");
+        let config = fs::read_to_string(&path).expect("a file in the lab");
+        fs::write(path, format!("{config}arguments = {arguments:?}\n")).expect("a file in the lab");
+    }
+
+    /// Writes the configuration of another host of this lab.
+    pub fn write_host_config(&self, name: &str, lines: &str) {
+        // Labs of one test share their files.
+        let directory = self.directory.path().parent().expect("it is not the root");
+        fs::write(self.path(name), tools::host_config(lines, directory)).expect("a file in the lab");
     }
 
     /// Returns the path of a file in the lab's directory.
@@ -257,7 +288,9 @@ impl Drop for Lab {
 
 /// Returns the entries that are left in a run root, except the cache about QEMU binaries and the logs, which stay.
 pub fn left_in(root: &Path) -> Vec<PathBuf> {
-    let stays = |path: &PathBuf| [".netns", ".binaries", ".log", ".monitors"].iter().any(|name| path.ends_with(name));
+    let stays = |path: &PathBuf| {
+        [".netns", ".binaries", ".log", ".monitors", ".machines"].iter().any(|name| path.ends_with(name))
+    };
     entries(root).into_iter().filter(|path| !stays(path)).collect()
 }
 

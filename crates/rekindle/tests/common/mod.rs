@@ -6,6 +6,7 @@
 pub mod bridge;
 pub mod device;
 pub mod guest;
+pub mod hostile;
 pub mod huge;
 pub mod lab;
 pub mod observe;

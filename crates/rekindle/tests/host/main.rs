@@ -23,7 +23,7 @@ fn lab_with_persistent_ram() -> Lab {
     let lab = Lab::new();
     fs::create_dir(lab.path("ram")).unwrap();
     let config = format!("ram_dir = {:?}\nsuspend_dir = {:?}\n", lab.path("ram"), lab.path("suspended"));
-    fs::write(lab.path(".host.toml"), config).unwrap();
+    lab.configure_host(&config);
     lab
 }
 

@@ -311,9 +311,9 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     define_other("128M", &image(&pair.there, "other.raw"));
     rejects(&["--definition", &path(&kept)], &["disk0", "another disk than the guest's"]);
     // Rejected: no room for the guest's RAM.
-    fs::write(pair.there.path(".host.toml"), "ram_size = \"64M\"\n").unwrap();
+    pair.there.configure_host("ram_size = \"64M\"");
     rejects(&[], &["128"]);
-    fs::remove_file(pair.there.path(".host.toml")).unwrap();
+    pair.there.configure_host("");
     // At the store's path, the other host has another directory.
     let script = fs::read_to_string(pair.there.path("ssh")).unwrap();
     let hidden = script.replace(
@@ -324,9 +324,10 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     rejects(&[], &["not a store"]);
     fs::write(pair.there.path("ssh"), &script).unwrap();
     // Rejected: the other host has a VM of that name.
+    define_other("128M", &pair.disk);
     let plain = pair.there.vm("stays").net(common::Net::None).write();
     pair.there.rekindle(["run", plain.to_str().unwrap()]).ok();
-    let moved = pair.run(&pair.here, &pair.there, &["--definition", &path(&plain)]);
+    let moved = pair.run(&pair.here, &pair.there, &["--definition", &path(&kept)]);
     moved.status(1).prints(&["b cannot take stays", "runs already"]);
     guest.assert_sound();
     pair.there.rekindle(["stop", "--now", "stays"]).ok();

@@ -15,3 +15,4 @@ mod output;
 mod owner;
 mod prepare;
 mod store;
+mod trust;

@@ -20,6 +20,7 @@ struct Spare<'a> {
 
 impl<'a> Spare<'a> {
     fn new(lab: &'a Lab) -> Self {
+        lab.write_host_config("spare.toml", "");
         Self { lab, root: lab.path("spare") }
     }
 
@@ -302,7 +303,7 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
         .prints(&["machine type pc-q35"]);
     still_waits();
     // There is no room for the RAM at the moment.
-    fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
+    lab.write_host_config("spare.toml", "ram_size = \"64M\"");
     let ram = spare.root.join(".ram");
     let full = ram.join("other.ram");
     let free = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap().free;
@@ -354,7 +355,7 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     rejects(&[&store, "--qemu", &old], &["cannot run here", "does not know the machine type pc-q35-"]);
     rejects(&[&store, "--at", "9"], &["checkpoint 9"]);
     rejects(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
-    fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
+    lab.write_host_config("spare.toml", "ram_size = \"100M\"");
     rejects(&[&store], &["192 MiB requested", "requested"]);
     // The same command on the host where the guest runs is rejected, too.
     lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);

@@ -195,7 +195,7 @@ fn the_log_of_a_guest_that_prints_without_end_is_limited_and_outside_the_run_dir
     const LIMIT: u64 = 8 << 10;
     let lab = Lab::new();
     let logs = lab.path("logs");
-    fs::write(lab.path(".host.toml"), format!("log_limit = \"8K\"\nlog_dir = {logs:?}\n")).unwrap();
+    lab.configure_host(&format!("log_limit = \"8K\"\nlog_dir = {logs:?}"));
     // The guest prints a tick every 20 ms.
     let guest = lab.vm("talks").boot(&[]);
     let logs = logs.join("talks");

@@ -98,13 +98,13 @@ fn missing_huge_pages_are_an_error_with_a_remedy_before_a_qemu_starts() {
     let odd = vm(&lab, "odd", &ram).net(Net::None).memory("127M").write();
     refused(&odd, 2, &["`memory = \"127M\"`: not a multiple of 2M", "write \"126M\" or \"128M\""]);
     // The memory size is also rejected if the host configuration, not the definition, names the directory.
-    fs::write(lab.path(".host.toml"), format!("ram_dir = {ram:?}\n")).unwrap();
+    lab.configure_host(&format!("ram_dir = {ram:?}"));
     let directory = ram.display().to_string();
     let odd = lab.vm("odd").net(Net::None).memory("127M").write();
     refused(&odd, 1, &["not a multiple of 2M", &directory, "\"126M\" or \"128M\""]);
 
     // Pages that the kernel has reserved for one guest are neither counted twice nor given to another.
-    fs::remove_file(lab.path(".host.toml")).unwrap();
+    lab.configure_host("");
     for name in ["one", "two"] {
         vm(&lab, name, &small).net(Net::None).start(&[]);
     }

@@ -20,4 +20,5 @@ mod processes;
 mod queues;
 mod replace;
 mod sandbox;
+mod trust;
 mod versions;

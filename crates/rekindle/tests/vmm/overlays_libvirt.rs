@@ -90,6 +90,7 @@ impl<'a> Attached<'a> {
         define(libvirt, &domain);
         let guest = lab.vm("dom").net(Net::User(domain.address.port())).guest();
         let attached = Self { libvirt, lab, domain, guest };
+        lab.allow_arguments_of(&attached.virsh("dumpxml", &[]).unwrap());
         attached.attach();
         attached
     }

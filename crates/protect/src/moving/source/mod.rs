@@ -19,6 +19,7 @@ use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, Remote
 use crate::identity_paths::IdentityPaths;
 use crate::owned::OwnerRecord;
 use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
+use crate::recipe::permission;
 use crate::target::Target;
 use final_pause::{FinalPause, MovedGuest};
 use precopy::PrecopiedGuest;
@@ -88,6 +89,8 @@ pub fn start(
 ) -> Result<MoveReport, MoveError> {
     let started_us = host_us();
     let Movable { held, target, is_domain, listing, mut connection } = preflight(host, name, settings, on_event)?;
+    // It may come back.
+    permission::remember(host, name, &target.recipe());
     let EndedProtector { protection, pid: protector } = end_protector(&held.rundir)?;
     if let Some(pid) = protector {
         on_event(&MoveEvent::ProtectorEnded { pid });
@@ -253,7 +256,7 @@ fn greet(
     let recipe = target.recipe();
     let hello = Hello {
         version: VERSION,
-        name: recipe.definition.name.clone(),
+        name: recipe.name().clone(),
         recipe,
         store: settings.store.clone(),
         store_created_us,

@@ -28,6 +28,7 @@ use super::protocol::{Answer, Go, Hello, Message, MovingDomain, Running, VERSION
 use super::stopped_state::StoppedState;
 use crate::error::with_causes;
 use crate::identity_paths::IdentityPaths;
+use crate::recipe::permission::Permission;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::concurrent::{EarlyLoad, SentState};
 use crate::restore::into_libvirt::preflight::{check_disks, check_domain};
@@ -44,8 +45,11 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::slot::IdleSlot;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -160,7 +164,14 @@ impl<'a> IncomingVm<'a> {
     fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
         let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, domain, .. } =
             hello;
+        // The source host names these. Both are this host's own only if its configuration or its owner has chosen them.
+        definition.as_deref().map_or(Ok(()), require_own_file)?;
+        domain.as_ref().and_then(|domain| domain.connect.as_deref()).map_or(Ok(()), require_local)?;
+        qemu.as_deref().map_or(Ok(()), |path| host.restore_rules.check_program(path))?;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| with_causes(&e))?;
+        if let Some(other) = definition.as_ref().map(|definition| &definition.name).filter(|other| **other != name) {
+            return Err(format!("the definition on the other host is of the VM {other}, not of {name}"));
+        }
         let identity = identity.as_ref().map(IdentityPaths::identity);
         if let Some(created_us) = store_created_us {
             let listing = admin::listing(&store, identity.as_ref()).map_err(|e| with_causes(&e))?;
@@ -170,32 +181,32 @@ impl<'a> IncomingVm<'a> {
                 ));
             }
         }
+        let request = Request {
+            store,
+            identity,
+            at: None,
+            eager: false,
+            // A domain is defined by its XML.
+            definition: definition.filter(|_| domain.is_none()),
+            local_definition: None,
+            local_domain: None,
+            qemu: qemu.filter(|_| domain.is_none()),
+            hold_output,
+            move_claim: None,
+        };
+        let permission = Permission::of(host, &name, request.choice());
         if let Some(MovingDomain { connect, images }) = &domain {
-            check_domain(host, &name, &recipe, images, connect.clone()).map_err(|e| with_causes(&e))?;
-            let request = Request {
-                store,
-                identity,
-                at: None,
-                eager: false,
-                definition: None,
-                qemu: None,
-                hold_output,
-                move_claim: None,
-            };
+            check_domain(host, &name, &permission, recipe, images, connect.clone()).map_err(|e| with_causes(&e))?;
             return Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None });
         }
+        let recipe = permission.allow(recipe, &[]).map_err(|e| with_causes(&e))?;
         let idle_slot = IdleSlot::lock(host, name.as_str(), "move").map_err(|e| with_causes(&e))?;
-        let is_users_definition = definition.is_some();
-        let base_definition = definition.clone().unwrap_or_else(|| recipe.definition.clone());
-        let vm_definition = Definition { name: name.clone(), ..base_definition };
         // The last checkpoint needs all of the disks.
-        let plan = idle_slot
-            .plan(vm_definition, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, is_users_definition));
+        let plan =
+            idle_slot.plan(recipe.definition().clone(), recipe.qemu(), &Epochs::new(), |hardware| recipe.fit(hardware));
         let checked = plan.and_then(|plan| plan.check_room());
         idle_slot.release();
         checked.map_err(|e| with_causes(&e))?;
-        let request =
-            Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
         Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None })
     }
 
@@ -203,7 +214,8 @@ impl<'a> IncomingVm<'a> {
     /// the QEMU of a domain later.
     fn prepare(&mut self) -> Result<Answer, Rejection> {
         if self.domain.is_some() {
-            let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
+            let permission = Permission::of(self.host, &self.name, self.request.choice());
+            let chosen = ChosenCheckpoint::open_unchecked(&permission, &self.request).map_err(|e| with_causes(&e))?;
             check_disks(&self.name, &chosen).map_err(|e| with_causes(&e))?;
             return Ok(Answer::Prepared { checkpoint: chosen.image.info().number, pid: None });
         }
@@ -211,7 +223,8 @@ impl<'a> IncomingVm<'a> {
         self.may_have_qemu = true;
         let PreparedQemu { checkpoint, pid, .. } =
             prepare(self.host, &self.name, &self.request).map_err(|e| with_causes(&e))?;
-        let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
+        let permission = Permission::of(self.host, &self.name, self.request.choice());
+        let chosen = ChosenCheckpoint::open(&permission, &self.request).map_err(|e| with_causes(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| with_causes(&e))?;
         let differing_disks =
             state.map(|state| disks::identity_problems(&state.hardware, &chosen.epochs)).unwrap_or_default();
@@ -345,6 +358,22 @@ impl Drop for IncomingVm<'_> {
             tracing::warn!("cannot remove what was prepared for {}: {}", self.name, with_causes(&e));
         }
     }
+}
+
+/// Checks that only this user can have written a definition. One that is missing is reported when it is read.
+fn require_own_file(path: &Path) -> Result<(), Rejection> {
+    let Ok(file) = fs::metadata(path) else { return Ok(()) };
+    let is_own = file.uid() == rustix::process::geteuid().as_raw() && file.mode() & 0o022 == 0;
+    let shown = path.display();
+    let fix =
+        || format!("{shown}: others could have written this definition: chown root {shown} && chmod go-w {shown}");
+    if is_own { Ok(()) } else { Err(fix()) }
+}
+
+/// Checks that a URI names a libvirt of this host. Others can name a program that libvirt's client starts.
+fn require_local(uri: &str) -> Result<(), Rejection> {
+    let is_local = ["qemu:///system", "qemu:///session"].contains(&uri);
+    if is_local { Ok(()) } else { Err(format!("{uri}: only qemu:///system and qemu:///session are allowed")) }
 }
 
 /// Restores a domain into libvirt.

@@ -33,6 +33,11 @@ impl Libvirt {
         self.connection.find(uuid).map_err(|e| self.failed(e))
     }
 
+    /// Returns the XML with which this host defines the domain.
+    pub(super) fn definition_of(&self, uuid: &str) -> Option<String> {
+        self.find(uuid).ok().flatten()?.definition().ok()
+    }
+
     pub(super) fn domain(&self, uuid: &str) -> Result<Domain, RestoreError> {
         self.connection.lookup(uuid).map_err(|e| self.failed(e))
     }

@@ -29,7 +29,8 @@ use super::on_demand::OnDemandRam;
 use super::recover::Outcome;
 use super::{Request, RestoreError, require_same_processors};
 use crate::error::with_causes;
-use crate::save_image::{SaveImageError, domain_xml};
+use crate::recipe::permission::{AllowedDomain, Permission};
+use crate::save_image::SaveImageError;
 use client::{Libvirt, missing_files};
 use rekindle_kernel::libvirt_client::DomainState;
 use rekindle_libvirt::portable_xml::{self, Description, DiskFile};
@@ -97,17 +98,18 @@ pub fn restore_into_libvirt(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<RestoredIntoLibvirt, RestoreError> {
     let started = Instant::now();
-    let chosen = ChosenCheckpoint::open(request)?;
+    let chosen = ChosenCheckpoint::open_unchecked(&Permission::of(host, name, request.choice()), request)?;
     let number = chosen.image.info().number;
-    let xml = domain_xml(&chosen.recipe).ok_or(SaveImageError::NoDomain { number })?;
+    let xml = chosen.recipe.domain_xml().ok_or(SaveImageError::NoDomain { number })?;
     let description = portable_xml::describe(xml).map_err(|problem| RestoreError::DomainXml { problem })?;
     let libvirt = Libvirt::open(connect.clone(), description.name.clone())?;
+    let chosen = chosen.allow_domain(&|uuid| libvirt.definition_of(uuid))?;
     let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
     if let Some((state, _)) = idle_slot.prepared() {
         state.refuse_prepared().map_err(rekindle_vm::error::LifeError::from)?;
     }
     let rundir = idle_slot.rundir.clone();
-    let planned = plan(&libvirt, &description, &chosen, request, xml);
+    let planned = plan(&libvirt, &description, &chosen, request);
     let Plan { overlays, xml } = match planned {
         Ok(planned) => planned,
         Err(e) => {
@@ -115,11 +117,11 @@ pub fn restore_into_libvirt(
             return Err(e);
         }
     };
-    let hardware = chosen.recipe.hardware.clone();
+    let hardware = chosen.recipe.hardware();
     let starter = format!("by libvirt, which restores it ({})", description.name);
     let state = State {
         format: format_of(&hardware),
-        definition: rekindle_vm::definition::Definition { name: name.clone(), ..chosen.recipe.definition.clone() },
+        definition: rekindle_vm::definition::Definition { name: name.clone(), ..chosen.recipe.definition().clone() },
         hardware,
         generation: GENERATION,
         vmm: None,
@@ -235,9 +237,8 @@ struct Plan {
 fn plan(
     libvirt: &Libvirt,
     description: &Description,
-    chosen: &ChosenCheckpoint,
+    chosen: &ChosenCheckpoint<AllowedDomain>,
     request: &Request,
-    xml: &str,
 ) -> Result<Plan, RestoreError> {
     if libvirt.has_guest(&description.uuid)? {
         return Err(RestoreError::DomainRuns { domain: description.name.clone() });
@@ -251,7 +252,8 @@ fn plan(
         return Err(RestoreError::Missing { domain: description.name.clone(), missing });
     }
     let files = files.into_iter().map(|(target, path)| (target, DiskFile::qcow2(path))).collect();
-    let xml = portable_xml::with_disks_on(xml, &files).map_err(|problem| RestoreError::DomainXml { problem })?;
+    let xml = portable_xml::with_disks_on(chosen.recipe.xml(), &files)
+        .map_err(|problem| RestoreError::DomainXml { problem })?;
     Ok(Plan { overlays, xml })
 }
 
@@ -280,13 +282,13 @@ impl Restore<'_> {
     fn to_attached(
         &self,
         request: &Request,
-        chosen: ChosenCheckpoint,
+        chosen: ChosenCheckpoint<AllowedDomain>,
         mut overlays: RestoredOverlays,
         xml: &str,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<AttachedDomain, RestoreError> {
-        let hardware = chosen.recipe.hardware.clone();
-        overlays.create(self.rundir, &chosen.recipe.definition.qemu)?;
+        let hardware = chosen.recipe.hardware();
+        overlays.create(self.rundir, &chosen.recipe.definition().qemu)?;
         fault::point("libvirt-restore.prepare.overlays", None, None);
         let info = chosen.image.info();
         let (checkpoint, taken_us) = (info.number, info.time_us);
@@ -300,7 +302,7 @@ impl Restore<'_> {
             domain: &self.libvirt.domain,
             xml,
             machine: &hardware.machine,
-            input: &Arc::new(checkpoint::read(chosen)?),
+            input: &Arc::new(checkpoint::read(chosen.image, hardware.ram_ids())?),
             eager: request.eager,
         };
         let mut ram = image.load(&self.libvirt.connection, progress)?;

@@ -2,10 +2,10 @@
 
 use super::client::{Libvirt, missing_files};
 use crate::recipe::Recipe;
+use crate::recipe::permission::Permission;
 use crate::restore::RestoreError;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::error::listed;
-use crate::save_image::domain_xml;
 use rekindle_libvirt::portable_xml;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Hardware;
@@ -18,21 +18,26 @@ use rekindle_vm::overlays::OverlayEpoch;
 use rekindle_vm::slot::IdleSlot;
 use std::path::{Path, PathBuf};
 
-/// Checks whether libvirt on this host could run the domain of a recipe as VM `name`. `images`: the files of its disks,
-/// which must be on shared storage. `connect`: libvirt's connection URI.
+/// Checks whether libvirt on this host may and could run the domain of a recipe as VM `name`. `images`: the files of its
+/// disks, which must be on shared storage. `connect`: libvirt's connection URI.
 ///
 /// # Errors
 /// [`RestoreError::Missing`] lists what this host does not have.
 pub(crate) fn check_domain(
     host: &Host,
     name: &Name,
-    recipe: &Recipe,
+    permission: &Permission,
+    recipe: Recipe,
     images: &[PathBuf],
     connect: Option<String>,
 ) -> Result<(), RestoreError> {
-    let Some(xml) = domain_xml(recipe) else { return Ok(()) };
+    let Some(xml) = recipe.domain_xml() else { return Ok(()) };
     let description = portable_xml::describe(xml).map_err(|problem| RestoreError::DomainXml { problem })?;
     let libvirt = Libvirt::open(connect, description.name.clone())?;
+    // The checkpoint that is restored later is checked again, with its overlays.
+    let Some(recipe) = permission.allow_domain(recipe, &[], &|uuid| libvirt.definition_of(uuid))? else {
+        return Ok(());
+    };
     if libvirt.has_guest(&description.uuid)? {
         return Err(RestoreError::DomainRuns { domain: description.name });
     }
@@ -43,7 +48,7 @@ pub(crate) fn check_domain(
     let mut missing = libvirt.missing(&description)?;
     missing.extend(missing_files(images.iter().map(PathBuf::as_path)));
     if let Some(emulator) = description.emulator.filter(|emulator| emulator.exists()) {
-        missing.extend(missing_in_qemu(host, &emulator, &recipe.hardware)?);
+        missing.extend(missing_in_qemu(host, &emulator, &recipe.hardware())?);
     }
     if missing.is_empty() { Ok(()) } else { Err(RestoreError::Missing { domain: description.name, missing }) }
 }
@@ -52,7 +57,7 @@ pub(crate) fn check_domain(
 ///
 /// # Errors
 /// [`RestoreError::Missing`] lists what this host does not have.
-pub(crate) fn check_disks(name: &Name, chosen: &ChosenCheckpoint) -> Result<(), RestoreError> {
+pub(crate) fn check_disks(name: &Name, chosen: &ChosenCheckpoint<Recipe>) -> Result<(), RestoreError> {
     let missing: Vec<_> = chosen.overlays.iter().filter_map(OverlayEpoch::missing).collect();
     if missing.is_empty() { Ok(()) } else { Err(RestoreError::Missing { domain: name.to_string(), missing }) }
 }

@@ -33,6 +33,7 @@ impl Hosts {
         fs::set_permissions(images.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let labs = [Lab::without_root(), Lab::without_root()];
         for (lab, libvirt) in labs.iter().zip([&here, &there]) {
+            lab.allow_directory(images.path());
             lab.write_ssh(&format!("{} ", libvirt.command_prefix()));
         }
         Self { here, there, labs, images }
@@ -55,6 +56,8 @@ impl Hosts {
         let port = domain.address.port();
         let side = |libvirt, lab| Side { libvirt, lab, name: domain.name.clone(), port };
         let [lab_here, lab_there] = &self.labs;
+        let xml = self.here.virsh(&["dumpxml", &domain.name]);
+        self.labs.iter().for_each(|lab| lab.allow_arguments_of(&xml));
         let (here, there) = (side(&self.here, lab_here), side(&self.there, lab_there));
         let store = lab_here.path("store");
         lab_here.rekindle(["store", "init", store.to_str().unwrap()]).ok();
@@ -255,7 +258,7 @@ fn what_another_host_does_not_have_for_a_domain_is_reported_before_anything_stop
     };
     rejects(&[], &["domain of libvirt", "--preview"]);
     rejects(&["--preview", "--definition", "/vm.toml"], &["without --definition"]);
-    rejects(&["--preview", "--connect", "test:///nowhere"], &["b cannot take dom", "libvirt cannot"]);
+    rejects(&["--preview", "--connect", "test:///nowhere"], &["b cannot take dom", "only qemu:///system"]);
     // The other host does not have the images.
     let script = fs::read_to_string(there.lab.path("ssh")).unwrap();
     let hidden = script.replace(

@@ -37,6 +37,10 @@ impl<'a> Resource<'a> {
 
     fn ocf_command(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Command {
         let store = self.store.to_str().unwrap();
+        if lab.path("") != self.lab.path("") {
+            // All nodes have the same configuration.
+            fs::copy(self.lab.path(".host.toml"), lab.path(".host.toml")).unwrap();
+        }
         let mut command = lab.command(["--json", "ocf", action, "dom", "--libvirt", &self.attached.domain.name]);
         command.args(["--store", store, "--every", "200ms", "--within", "60s"]).args(arguments);
         command

@@ -2,6 +2,7 @@
 
 use super::{Attached, OVERLAYS, URI, assert_both_agree, image, overlays, read_both, write_both};
 use crate::attach::protect;
+use crate::common::hostile::HostileStore;
 use crate::common::lab::entries;
 use crate::common::protector::{self, Protector, Slowdown, pager};
 use crate::common::{DEADLINE, Lab, wait_for};
@@ -68,6 +69,94 @@ fn libvirt_runs_a_restored_domain_with_its_disks_and_it_is_protected_again() {
     lab.rekindle(["replace-qemu", &attached.domain.name]).ok();
     assert_eq!((attached.domain.state().as_str(), guest.boot_id()), ("running", boot));
     assert_both_agree(guest, &newest, "in another QEMU");
+}
+
+/// A change of a domain's XML, and words of the error.
+type XmlChange<'a> = (&'a dyn Fn(&str) -> String, &'a [&'a str]);
+
+#[test]
+fn a_changed_description_of_a_domain_starts_nothing() {
+    let libvirt = PrivateLibvirt::start();
+    let lab = Lab::without_root();
+    let attached = Attached::boot(&libvirt, &lab);
+    let store = protector::store(&lab, "store");
+    let boot = attached.guest.boot_id();
+    protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
+    attached.kill_qemu();
+    // A host that has never had the domain.
+    attached.virsh("undefine", &[]).unwrap();
+    let hostile = HostileStore::of(&lab, &store);
+    let (trap, mark) = hostile.trap();
+    let (trap, run) = (trap.display().to_string(), ["restore", "--into-libvirt", "--preview", "--connect", URI]);
+    let device = |text: &'static str| move |xml: &str| xml.replacen("</devices>", &format!("{text}</devices>"), 1);
+    let top = |text: &'static str| move |xml: &str| xml.replacen("<devices>", &format!("{text}<devices>"), 1);
+    let emulator = |xml: &str| {
+        let (before, after) = xml.split_once("<emulator>").unwrap();
+        let (_, after) = after.split_once("</emulator>").unwrap();
+        format!("{before}<emulator>{trap}</emulator>{after}")
+    };
+    let arguments =
+        "<q:commandline xmlns:q='http://libvirt.org/schemas/domain/qemu/1.0'><q:arg value='-S'/></q:commandline>";
+    let disk = "<disk type='file' device='disk'><source file='/etc/shadow'/><target dev='vdz' bus='virtio'/></disk>";
+    let block = "<disk type='block' device='disk'><source dev='/dev/sda'/><target dev='vdz' bus='virtio'/></disk>";
+    let shared = "<filesystem type='mount'><source dir='/'/><target dir='x'/></filesystem>";
+    let host_device = "<hostdev mode='subsystem' type='usb'/>";
+    let changes: [XmlChange<'_>; 6] = [
+        (&emulator, &[&trap, "qemu = ["]),
+        (&top(arguments), &["-S: an argument", "arguments = [\"-S\"]"]),
+        (&device(disk), &["<disk>: /etc/shadow", "paths = [\"/etc/shadow\"]"]),
+        (&device(block), &["<disk>: /dev/sda", "paths = [\"/dev/sda\"]"]),
+        (&device(shared), &["<filesystem>", "elements = [\"filesystem\"]"]),
+        (&device(host_device), &["<hostdev>"]),
+    ];
+    for (change, words) in changes {
+        hostile.write(|recipe, _| {
+            let xml = &mut recipe["hardware"]["foreign"]["domain_xml"];
+            let changed = change(xml.as_str().unwrap());
+            assert_ne!(changed, *xml);
+            *xml = changed.into();
+        });
+        let refused = hostile.run(".host.toml", "dom", &run).status(1);
+        for word in words.iter().chain(&["nothing was started"]) {
+            assert!(refused.stderr.contains(word), "{word:?} was expected of {refused}");
+        }
+        assert_eq!(libvirt.virsh(&["list", "--all", "--name"]).trim(), "");
+    }
+    // Another domain of this host: neither its name and UUID nor its UUID alone are a permission to use its files.
+    let other = "9d0e1f4c-3a35-4a0e-8b55-1f35d0f5a001";
+    let secret = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/etc/shadow'/>\
+                  <target dev='vdz' bus='virtio'/></disk>";
+    let definition = lab.path("other.xml");
+    let xml = format!(
+        "<domain type='qemu'><name>other</name><uuid>{other}</uuid><memory>4096</memory>\
+         <os><type arch='x86_64' machine='q35'>hvm</type></os><devices>{secret}</devices></domain>"
+    );
+    fs::write(&definition, xml).unwrap();
+    libvirt.virsh(&["define", definition.to_str().unwrap()]);
+    let replace = |xml: &str, element: &str, text: &str| {
+        let (before, rest) = xml.split_once(&format!("<{element}>")).unwrap();
+        let (_, after) = rest.split_once(&format!("</{element}>")).unwrap();
+        format!("{before}<{element}>{text}</{element}>{after}")
+    };
+    for (name, word) in [("other", "this host's domain other"), ("mine", "the UUID of the domain other")] {
+        hostile.write(|recipe, _| {
+            let xml = &mut recipe["hardware"]["foreign"]["domain_xml"];
+            let changed = replace(&replace(xml.as_str().unwrap(), "uuid", other), "name", name);
+            *xml = changed.replacen("</devices>", &format!("{secret}</devices>"), 1).into();
+        });
+        let refused = hostile.run(".host.toml", "dom", &run).status(1);
+        assert!(refused.stderr.contains(word) && refused.stderr.contains("nothing was started"), "{refused}");
+        assert_eq!(libvirt.virsh(&["domstate", "other"]).trim(), "shut off");
+    }
+    libvirt.virsh(&["undefine", "other"]);
+    // `qemu-img` is looked up next to the QEMU of the definition.
+    hostile.write(|recipe, _| recipe["definition"]["qemu"] = trap.clone().into());
+    let refused = hostile.run(".host.toml", "dom", &run).status(1);
+    assert!(refused.stderr.contains(&trap), "{refused}");
+    assert!(!Path::new(&mark).exists(), "a program of the store was started");
+    hostile.write(|_, _| ());
+    lab.finish(restoring_into_libvirt(&lab, &store)).ok();
+    assert_eq!(attached.guest.boot_id(), boot);
 }
 
 #[test]
