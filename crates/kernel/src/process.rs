@@ -142,11 +142,11 @@ impl Process {
         io::Error::new(io::ErrorKind::NotFound, format!("process {} has ended", self.pid))
     }
 
-    /// Returns whether a seccomp filter checks the system calls of the process's first thread.
+    /// Returns whether a seccomp filter checks the system calls of the process's first thread, whatever it denies.
     ///
     /// # Errors
     /// `NotFound` if the process has ended.
-    pub fn filters_calls(&self) -> io::Result<bool> {
+    pub fn has_syscall_filter(&self) -> io::Result<bool> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid))?;
         if !self.is_alive() {
             return Err(self.gone());

@@ -23,6 +23,15 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
+/// Removes the credentials of object stores from the environment of `command`: for programs that a guest can attack.
+pub fn without_credentials(command: &mut Command) -> &mut Command {
+    const PREFIX: &[u8] = b"AWS_";
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(PREFIX)) {
+        command.env_remove(name);
+    }
+    command
+}
+
 /// Disowns a child that keeps running. Children that have ended are reaped when the next one is disowned, so that a
 /// process that starts many over months keeps few zombies.
 pub fn disown(child: Child) {

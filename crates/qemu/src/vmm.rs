@@ -8,7 +8,7 @@ use command_fds::{CommandFdExt, FdMapping};
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::{detach, disown};
+use rekindle_kernel::spawn::{detach, disown, without_credentials};
 use serde::{Deserialize, Serialize};
 use std::fs::OpenOptions;
 use std::io;
@@ -107,7 +107,7 @@ impl Vmm {
         command.args(arguments).stdout(open_log().map_err(failed)?).stderr(open_log().map_err(failed)?);
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
-        lockfile::hold(detach(&mut command), &directory.lock()).map_err(failed)?;
+        lockfile::hold(detach(without_credentials(&mut command)), &directory.lock()).map_err(failed)?;
         let child = command.spawn().map_err(failed)?;
         let process = Process::of(child.id()).map_err(failed)?;
         disown(child);

@@ -40,7 +40,7 @@ pub struct Finding {
 pub enum Level {
     /// No problem.
     Good,
-    /// Something is slower or not possible.
+    /// Something is slower, not possible, or less protected.
     Limited,
     /// VMs cannot run.
     Bad,
@@ -95,7 +95,7 @@ fn check_kvm() -> Finding {
     finding("KVM", Level::Limited, observation, hint)
 }
 
-/// Checks that the QEMUs of this user's VMs, and the one at `binary`, filter their system calls.
+/// Checks that the QEMUs of this user's VMs have a system call filter, and that the one at `binary` has support for it.
 fn check_sandboxes(binary: &Path) -> Finding {
     const CHECK: &str = "sandbox";
     if Binary::probe(binary).is_ok_and(|binary| !binary.syntax.sandbox) {
@@ -109,21 +109,23 @@ fn check_sandboxes(binary: &Path) -> Finding {
         }
     };
     if unfiltered.is_empty() {
-        return finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs filters its system calls", "");
+        return finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs has a system call filter", "");
     }
-    let observation = format!("no filter of system calls in the QEMU of: {}", unfiltered.join(", "));
-    let hint = "remove -sandbox from qemu_args of their definitions; run: rekindle reboot vmm NAME";
+    let observation = format!("QEMU has no system call filter (seccomp): {}", unfiltered.join(", "));
+    let hint = "remove -sandbox from qemu_args, or use a QEMU with seccomp; then run: rekindle reboot vmm NAME";
     finding(CHECK, Level::Limited, observation, hint)
 }
 
-/// Returns the names of the VMs whose QEMU was started by Rekindle and filters no system calls, sorted.
+/// Returns the names of the VMs whose QEMU was started by Rekindle and has no system call filter, sorted.
 fn unfiltered_qemus() -> Result<Vec<String>, Box<dyn std::error::Error>> {
     let root = Host::open()?.root;
     let mut unfiltered = Vec::new();
     for name in RunDir::list(&root)? {
         let Some(state) = State::read(&RunDir::new(&root, &name))? else { continue };
         // The program that has started an attached QEMU is responsible for its sandbox.
-        if state.attached.is_none() && state.qemus().any(|qemu| matches!(qemu.process().filters_calls(), Ok(false))) {
+        if state.attached.is_none()
+            && state.qemus().any(|qemu| matches!(qemu.process().has_syscall_filter(), Ok(false)))
+        {
             unfiltered.push(name);
         }
     }

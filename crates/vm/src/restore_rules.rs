@@ -147,10 +147,13 @@ impl RestoreRules {
         if !is_plain || !listed().any(|directory| path.starts_with(directory)) {
             return false;
         }
-        // A link in the directory must not lead out of it. The names of block devices are links.
+        // A link in the directory must not lead out of it. Only in /dev, the names of block devices may be links.
+        let is_device_name = path.starts_with("/dev");
         match resolve(path) {
             Some(found) if found == path => true,
-            Some(found) if fs::metadata(&found).is_ok_and(|file| file.file_type().is_block_device()) => true,
+            Some(found) if is_device_name && fs::metadata(&found).is_ok_and(|it| it.file_type().is_block_device()) => {
+                true
+            }
             Some(found) => listed()
                 .any(|directory| fs::canonicalize(directory).is_ok_and(|directory| found.starts_with(directory))),
             None => false,
@@ -231,6 +234,7 @@ fn is_installed(program: &Path) -> bool {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
     use std::os::unix::fs::symlink;
 
     fn rules(text: &str) -> RestoreRules {
@@ -268,11 +272,14 @@ mod tests {
         symlink(directory.path().join("secret"), allowed.join("out")).unwrap();
         symlink(allowed.join("disk"), allowed.join("in")).unwrap();
         symlink(directory.path().join("absent"), allowed.join("dangling")).unwrap();
+        let device = directory.path().join("device");
+        mknodat(CWD, &device, FileType::BlockDevice, Mode::RUSR, makedev(7, 1)).unwrap();
+        symlink(&device, allowed.join("to-device")).unwrap();
         let rules = rules(&format!("paths = [{allowed:?}]"));
         for name in ["disk", "in", "new"] {
             check(&rules, &allowed.join(name)).unwrap();
         }
-        for name in ["out", "dangling", "../secret", "absent/new"] {
+        for name in ["out", "dangling", "to-device", "../secret", "absent/new"] {
             let e = check(&rules, &allowed.join(name)).unwrap_err();
             assert!(e.contains(name) && e.contains("paths = ["), "{e}");
         }

@@ -5,7 +5,7 @@ use crate::syntax::Syntax;
 use serde_json::Value;
 use std::path::Path;
 
-/// The settings of QEMU's filter of system calls: libvirt's defaults.
+/// The settings of QEMU's system call filter: libvirt's defaults.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// The arguments of a QEMU, in order.
@@ -44,8 +44,8 @@ impl ArgumentList {
         self.option("-msg", "timestamp=on");
     }
 
-    /// Adds QEMU's filter of system calls, if this QEMU has it. It denies everything that it can deny: to start programs,
-    /// to become another user, to change priorities, and calls that no program needs.
+    /// Adds QEMU's system call filter, if this QEMU has one. All of its groups are denied: starting programs, changing the
+    /// user, changing priorities, and obsolete calls.
     pub(super) fn sandbox(&mut self, syntax: Syntax) {
         if syntax.sandbox {
             self.option("-sandbox", SANDBOX);

@@ -36,6 +36,12 @@ pub(super) fn s3(bucket: &str) -> io::Result<Arc<dyn ObjectStore>> {
         if let Some(key) = key.strip_prefix("AWS_")
             && let Ok(key) = key.to_ascii_lowercase().parse::<ClientConfigKey>()
         {
+            if matches!(key, ClientConfigKey::AllowInvalidCertificates) {
+                return Err(invalid(format!(
+                    "AWS_ALLOW_INVALID_CERTIFICATES is not supported: any server could read the guest's memory; name the file of \
+                     the server's certificate in {CA_BUNDLE}"
+                )));
+            }
             options = options.with_config(key, value);
         }
     }

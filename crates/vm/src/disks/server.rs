@@ -7,7 +7,7 @@ use rekindle_disk::engine::command::Status;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::{detach, disown};
+use rekindle_kernel::spawn::{detach, disown, without_credentials};
 use rekindle_qemu::command::{Disk, disk_queues};
 use rustix::net::sockopt::socket_peercred;
 use serde::de::DeserializeOwned;
@@ -100,7 +100,7 @@ pub(super) fn server_command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
     let binary = std::env::current_exe().map_err(failed)?;
     let mut command = Command::new(binary);
-    command.args(["disk", "serve"]).arg(&disk.path);
+    without_credentials(&mut command).args(["disk", "serve"]).arg(&disk.path);
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
