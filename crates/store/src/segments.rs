@@ -13,7 +13,7 @@ use crate::format::segment::{
 use crate::format::{Flaw, Structure, names};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Limit of open files. By default a process may have 1024.
 const MAX_OPEN_FILES: usize = 256;
@@ -34,16 +34,20 @@ impl OpenSegments {
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
     pub fn get(&self, store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DurableFile>> {
         let key = (extent.epoch, extent.number);
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(file) = files.get(&key) {
+        if let Some(file) = self.files().get(&key) {
             return Ok(file.clone());
         }
+        // Other threads must not wait: in an object store, opening is a request.
         let file = open_checked(store, extent)?;
+        let mut files = self.files();
         if files.len() >= MAX_OPEN_FILES {
             files.clear();
         }
-        files.insert(key, file.clone());
-        Ok(file)
+        Ok(files.entry(key).or_insert(file).clone())
+    }
+
+    fn files(&self) -> MutexGuard<'_, HashMap<(u64, u64), Arc<dyn DurableFile>>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
