@@ -4,7 +4,9 @@ use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
 use super::moving;
 use super::protect::protect_settings;
-use crate::cli::{CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
+use crate::cli::{
+    CheckpointOptions, DiskRule, ENVIRONMENT_FILE, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod,
+};
 use crate::output::{Output, Usage};
 use anyhow::Result;
 use clap::ValueEnum;
@@ -197,6 +199,9 @@ fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let mut parameters = vec![("store", store.to_string())];
     let tls = [("cert", &tls.cert), ("key", &tls.key), ("ca", &tls.ca)];
     parameters.extend(tls.into_iter().filter_map(|(key, value)| Some((key, path(value.as_ref()?)))));
+    // Set if this process has its variables from a file.
+    let environment_file = std::env::var_os(ENVIRONMENT_FILE).map(PathBuf::from);
+    parameters.extend(environment_file.map(|file| ("environment_file", path(&file))));
     parameters.push(("every", every.to_string()));
     parameters.push(("keep", keep.to_string()));
     parameters.extend(policy.map(|policy| ("policy", policy.to_string())));
