@@ -26,8 +26,8 @@ mod connection;
 use super::DestinationReport;
 use super::protocol::{Answer, Go, Hello, Message, MovingDomain, Running, VERSION};
 use super::stopped_state::StoppedState;
+use crate::credential_paths::CredentialPaths;
 use crate::error::with_causes;
-use crate::identity_paths::IdentityPaths;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::concurrent::{EarlyLoad, SentState};
 use crate::restore::into_libvirt::preflight::{check_disks, check_domain};
@@ -158,12 +158,16 @@ struct IncomingVm<'a> {
 impl<'a> IncomingVm<'a> {
     /// Checks whether the VM can run on this host. Creates nothing.
     fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
-        let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, domain, .. } =
+        let Hello { name, recipe, store, store_created_us, credentials, definition, qemu, hold_output, domain, .. } =
             hello;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| with_causes(&e))?;
-        let identity = identity.as_ref().map(IdentityPaths::identity);
+        if let Some(command) = credentials.as_ref().and_then(CredentialPaths::key_command) {
+            // The other host must not be able to run commands here.
+            return Err(format!("a move cannot use the key command `{command}`; use a key file (--key-file)"));
+        }
+        let credentials = credentials.as_ref().map(CredentialPaths::credentials);
         if let Some(created_us) = store_created_us {
-            let listing = admin::listing(&store, identity.as_ref()).map_err(|e| with_causes(&e))?;
+            let listing = admin::listing(&store, credentials.as_ref()).map_err(|e| with_causes(&e))?;
             if listing.created_us != created_us {
                 return Err(format!(
                     "{store} is a different store there; both hosts must reach the same store by that URL"
@@ -174,7 +178,7 @@ impl<'a> IncomingVm<'a> {
             check_domain(host, &name, &recipe, images, connect.clone()).map_err(|e| with_causes(&e))?;
             let request = Request {
                 store,
-                identity,
+                credentials,
                 at: None,
                 eager: false,
                 definition: None,
@@ -195,7 +199,7 @@ impl<'a> IncomingVm<'a> {
         idle_slot.release();
         checked.map_err(|e| with_causes(&e))?;
         let request =
-            Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
+            Request { store, credentials, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
         Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None })
     }
 
