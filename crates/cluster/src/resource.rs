@@ -42,6 +42,7 @@ impl Resource {
             store,
             credentials,
             at: None,
+            known: None,
             eager: false,
             definition: None,
             qemu: None,

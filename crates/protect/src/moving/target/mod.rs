@@ -180,6 +180,7 @@ impl<'a> IncomingVm<'a> {
                 store,
                 credentials,
                 at: None,
+                known: None,
                 eager: false,
                 definition: None,
                 qemu: None,
@@ -198,8 +199,17 @@ impl<'a> IncomingVm<'a> {
         let checked = plan.and_then(|plan| plan.check_room());
         idle_slot.release();
         checked.map_err(|e| with_causes(&e))?;
-        let request =
-            Request { store, credentials, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
+        let request = Request {
+            store,
+            credentials,
+            at: None,
+            known: None,
+            eager: false,
+            definition,
+            qemu,
+            hold_output,
+            move_claim: None,
+        };
         Ok(Self { host, name, request, domain, may_have_qemu: false, primed_qemu: None, early_load: None })
     }
 
