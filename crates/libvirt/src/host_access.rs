@@ -5,10 +5,11 @@
 //! other element. Whether the host permits these is not decided here.
 
 use roxmltree::{Document, Node};
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// What a domain uses of the host.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DomainUses {
     pub name: String,
     pub uuid: String,
@@ -21,7 +22,7 @@ pub struct DomainUses {
 }
 
 /// A file or block device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsedFile {
     /// The element that names it, such as `disk`.
     pub element: String,
@@ -31,7 +32,7 @@ pub struct UsedFile {
 }
 
 /// An element that may reach the host in another way.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsedElement {
     /// Name of the element with its namespace's prefix, such as `qemu:commandline`.
     pub name: String,

@@ -38,7 +38,7 @@ pub(crate) struct Permission {
     qemu: Option<PathBuf>,
     known: KnownUses,
     /// The domain of libvirt that this host has run as the VM.
-    domain: Option<DomainIdentity>,
+    domain: Option<DomainUses>,
     /// Name of the domain that the operator has named.
     given_domain: Option<String>,
 }
@@ -47,14 +47,7 @@ pub(crate) struct Permission {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct RunMachine {
     recipe: Recipe,
-    domain: Option<DomainIdentity>,
-}
-
-/// A domain of libvirt.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct DomainIdentity {
-    name: String,
-    uuid: String,
+    domain: Option<DomainUses>,
 }
 
 /// What the operator of this host names for a restore.
@@ -191,17 +184,22 @@ impl Permission {
             Ok(defined) => defined,
             Err(problem) => return vec![problem],
         };
+        // A transient domain has no definition any more.
+        let run = self.domain.as_ref().filter(|run| run.name == uses.name && run.uuid == uses.uuid);
+        let known: Vec<_> = [Some(&defined), run].into_iter().flatten().collect();
         let mut problems: Vec<_> =
             uses.emulators.iter().filter_map(|emulator| self.check_program(emulator).err()).collect();
-        for file in uses.files.iter().filter(|file| !defined.files.contains(file)) {
+        for file in uses.files.iter().filter(|file| !known.iter().any(|known| known.files.contains(file))) {
             problems.extend(self.check_domain_file(uses, file).err());
         }
-        if uses.arguments != defined.arguments {
+        if !known.iter().any(|known| known.arguments == uses.arguments) {
             let texts = option_texts(&uses.arguments);
             let why = "an argument of QEMU in <qemu:commandline>";
             problems.extend(texts.iter().filter_map(|text| self.rules.check_argument(text, why).err()));
         }
-        for element in uses.elements.iter().filter(|element| !defined.elements.contains(element)) {
+        for element in
+            uses.elements.iter().filter(|element| !known.iter().any(|known| known.elements.contains(element)))
+        {
             problems.extend(self.rules.check_element(&element.name, &element.why).err());
         }
         problems
@@ -451,8 +449,7 @@ pub(crate) fn remember(host: &Host, name: &Name, recipe: &Recipe) {
 fn record(host: &Host, name: &Name, recipe: &Recipe) -> io::Result<()> {
     let path = host.run_machine(name);
     // The XML has passwords, which this file does not need.
-    let uses = recipe.domain_xml().and_then(|xml| domain_access::of_domain(xml).ok());
-    let domain = uses.map(|DomainUses { name, uuid, .. }| DomainIdentity { name, uuid });
+    let domain = recipe.domain_xml().and_then(|xml| domain_access::of_domain(xml).ok());
     let mut recipe = recipe.clone();
     if let Some(machine) = &mut recipe.hardware.foreign {
         machine.domain_xml = None;
