@@ -230,6 +230,9 @@ fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
         if word.starts_with("memory-backend-file") { "memory-backend-ram,id=ram,size=96M".to_owned() } else { word }
     };
     let mut words: Vec<String> = line.iter().map(own).collect();
+    // This QEMU starts `cat`.
+    let sandbox = words.iter().position(|word| word == "-sandbox").unwrap();
+    words.drain(sandbox..sandbox + 2);
     words.extend(["-incoming".to_owned(), format!("exec:cat {file}")]);
     let mut qemu = std::process::Command::new(qemu_new()).args(&words).stderr(Stdio::piped()).spawn().unwrap();
     let console = aside.join("console.log");
