@@ -48,6 +48,9 @@ pub(crate) struct Permission {
 struct RunMachine {
     recipe: Recipe,
     domain: Option<DomainUses>,
+    /// The images below those of the domain's disks.
+    #[serde(default)]
+    images_below: Vec<PathBuf>,
 }
 
 /// What the operator of this host names for a restore.
@@ -94,8 +97,9 @@ impl Permission {
     pub(crate) fn of(host: &Host, name: &Name, choice: OperatorChoice<'_>) -> Arc<Self> {
         let mut known = KnownUses::default();
         let recorded = recorded(host, name);
-        if let Some(RunMachine { recipe, .. }) = &recorded {
+        if let Some(RunMachine { recipe, images_below, .. }) = &recorded {
             known.add(recipe);
+            known.paths.extend(images_below.iter().cloned());
         }
         let state = State::read(&RunDir::new(&host.root, name.as_str())).ok().flatten();
         let prepared = state.as_ref().and_then(|state| state.prepared.as_ref());
@@ -450,11 +454,14 @@ fn record(host: &Host, name: &Name, recipe: &Recipe) -> io::Result<()> {
     let path = host.run_machine(name);
     // The XML has passwords, which this file does not need.
     let domain = recipe.domain_xml().and_then(|xml| domain_access::of_domain(xml).ok());
+    let files = domain.iter().flat_map(|domain| &domain.files);
+    let qcow2_files = files.filter(|file| file.format.as_deref() == Some("qcow2"));
+    let below: Vec<_> = qcow2_files.flat_map(|file| images_below(&file.path)).collect();
     let mut recipe = recipe.clone();
     if let Some(machine) = &mut recipe.hardware.foreign {
         machine.domain_xml = None;
     }
-    let run = RunMachine { recipe, domain };
+    let run = RunMachine { recipe, domain, images_below: below };
     if recorded(host, name).is_some_and(|recorded| recorded == run) {
         return Ok(());
     }
