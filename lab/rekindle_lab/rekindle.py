@@ -56,11 +56,14 @@ class Rekindle:
 
     binary: Path
     run_dir: Path
+    config: Path | None = None
+    """The configuration of the host (`host.toml`), instead of this machine's own."""
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment of the binary's commands."""
-        return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir)}
+        config = {} if self.config is None else {"REKINDLE_HOST_CONFIG": str(self.config)}
+        return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir), **config}
 
     def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
         """Runs a command and returns its JSON. `ok`: accepted exit statuses."""

@@ -164,7 +164,7 @@ def reboot_guests_of_this_machine(env: HostEnvironment, rounds: Rounds, count: i
     """
     suspend_dir, config = env.work / "suspended", env.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
-    rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config, suspend_dir)
+    rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config, suspend_dir=suspend_dir)
     on_host = replace(env, rekindle=rekindle)
     guests = [env.guest(f"direct{n}", "micro", SMALL_MIB, n) for n in range(1, FAULT_VMS + 1)]
     with on_host.ours(guests[0]), on_host.ours(guests[1]):

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rekindle_lab.guests import Guest
@@ -34,13 +34,7 @@ RECOVER_STATUSES = range(4)
 class DirectRekindle(Rekindle):
     """Rekindle with the configuration of a host (`host.toml`), which puts the suspend record into `suspend_dir`."""
 
-    config: Path
-    suspend_dir: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Returns the environment of Rekindle's commands."""
-        return {**super().environment, "REKINDLE_HOST_CONFIG": str(self.config)}
+    suspend_dir: Path = field(kw_only=True)
 
     def run_as_unit(self, arguments: Sequence[str], fault: Fault | None) -> bool:
         """Runs a systemd unit's command with a fault. If it fails, runs it again without, as the unit does.

@@ -38,12 +38,23 @@ HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
 def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
     """Measures a guest of Rekindle, then a guest of libvirt."""
     with ExitStack() as stack:
-        destination = Rekindle(env.rekindle.binary, env.work / "there")
+        folder = _folder_for_libvirt(env)
+        config = env.work / "there.toml"
+        # The other host has not run these guests before.
+        config.write_text(f'[restore]\nqemu = ["{env.qemu}"]\npaths = ["{folder}"]\n')
+        destination = Rekindle(env.rekindle.binary, env.work / "there", config)
         other_netns = stack.enter_context(netns.namespace(f"{env.netns}b"))
         ram = env.ram_dir / "there"
         ram.mkdir()
         _of_rekindle(env, plan, destination, other_netns, ram)
-        _of_libvirt(env, plan, destination, other_netns, ram)
+        _of_libvirt(env, plan, destination, other_netns, ram, folder)
+
+
+def _folder_for_libvirt(env: RestoreEnvironment) -> Path:
+    """Returns a folder for libvirt's files that libvirtd's user can access."""
+    if all(ancestor.stat().st_mode & stat.S_IXOTH for ancestor in (env.disk_dir, *env.disk_dir.parents)):
+        return env.disk_dir / "libvirt"
+    return Path("/var/tmp") / f"rekindle-{os.getpid()}"
 
 
 def _of_rekindle(env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path) -> None:
@@ -57,11 +68,9 @@ def _of_rekindle(env: RestoreEnvironment, plan: Plan, destination: Rekindle, oth
             raise RekindleError(f"{guest.name} does not answer in {other_netns}: {answer}")
 
 
-def _of_libvirt(env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path) -> None:
-    folder = env.disk_dir / "libvirt"
-    if not all(ancestor.stat().st_mode & stat.S_IXOTH for ancestor in (env.disk_dir, *env.disk_dir.parents)):
-        # libvirtd's user must be able to access the folder.
-        folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
+def _of_libvirt(
+    env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path, folder: Path
+) -> None:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         daemon = stack.enter_context(libvirt.daemon(folder))
