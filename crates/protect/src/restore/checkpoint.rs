@@ -51,14 +51,14 @@ impl ChosenCheckpoint {
 }
 
 impl ChosenCheckpoint<Recipe> {
-    /// Checks that libvirt of this host may run the domain. `known_xml`: see [`Permission::allow_domain`].
+    /// Checks that libvirt of this host may run the domain. `defined_xml`: see [`Permission::allow_domain`].
     pub(crate) fn allow_domain(
         self,
-        known_xml: &dyn Fn(&str) -> Option<String>,
+        defined_xml: &dyn Fn(&str) -> Option<String>,
     ) -> Result<ChosenCheckpoint<AllowedDomain>, RestoreError> {
         let Self { image, recipe, permission, epochs, overlays } = self;
         let number = image.info().number;
-        let recipe = permission.allow_domain(recipe, &overlays, known_xml)?;
+        let recipe = permission.allow_domain(recipe, &overlays, defined_xml)?;
         let recipe = recipe.ok_or(SaveImageError::NoDomain { number })?;
         Ok(ChosenCheckpoint { image, recipe, permission, epochs, overlays })
     }

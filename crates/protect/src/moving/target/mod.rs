@@ -363,10 +363,11 @@ impl Drop for IncomingVm<'_> {
 /// Checks that only this user can have written a definition. One that is missing is reported when it is read.
 fn require_own_file(path: &Path) -> Result<(), Rejection> {
     let Ok(file) = fs::metadata(path) else { return Ok(()) };
-    let is_own = file.uid() == rustix::process::geteuid().as_raw() && file.mode() & 0o022 == 0;
+    let user = rustix::process::geteuid().as_raw();
+    let is_own = file.uid() == user && file.mode() & 0o022 == 0;
     let shown = path.display();
     let fix =
-        || format!("{shown}: others could have written this definition: chown root {shown} && chmod go-w {shown}");
+        || format!("{shown}: others could have written this definition: chown {user} {shown} && chmod go-w {shown}");
     if is_own { Ok(()) } else { Err(fix()) }
 }
 
