@@ -90,6 +90,34 @@ pub struct Hardware {
     pub foreign: Option<ForeignMachine>,
 }
 
+#[cfg(test)]
+impl Hardware {
+    /// Returns a machine with nothing but RAM, for tests.
+    pub(crate) fn bare(ram_bytes: u64) -> Self {
+        Self {
+            name: "x".into(),
+            uuid: None,
+            machine: "pc-q35-7.2".into(),
+            cpu: String::new(),
+            accel: "tcg".into(),
+            vcpus: 1,
+            ram: Ram { path: "/ram/x.ram".into(), bytes: ram_bytes, prealloc: false },
+            boot: None,
+            disks: Vec::new(),
+            nets: Vec::new(),
+            vga: false,
+            agent: false,
+            agent_ports: None,
+            phase: false,
+            panic: false,
+            rng: false,
+            vm_generation: None,
+            extra: Vec::new(),
+            foreign: None,
+        }
+    }
+}
+
 impl Hardware {
     /// Returns the names of the RAM blocks that are files in the RAM directory. These are loaded on demand.
     pub fn ram_ids(&self) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! Command lines that reach the host, and command lines that do not.
 
 use super::*;
-use crate::command::{ForeignNetwork, Net, Ram, Tap};
+use crate::command::{ForeignNetwork, Net, Tap};
 
 fn machine(arguments: &[&str]) -> ForeignMachine {
     ForeignMachine {
@@ -17,32 +17,8 @@ fn machine(arguments: &[&str]) -> ForeignMachine {
     }
 }
 
-fn hardware() -> Hardware {
-    Hardware {
-        name: "x".into(),
-        uuid: None,
-        machine: "pc-q35-7.2".into(),
-        cpu: String::new(),
-        accel: "tcg".into(),
-        vcpus: 1,
-        ram: Ram { path: "/ram/x.ram".into(), bytes: 1 << 20, prealloc: false },
-        boot: None,
-        disks: Vec::new(),
-        nets: Vec::new(),
-        vga: false,
-        agent: false,
-        agent_ports: None,
-        phase: false,
-        panic: false,
-        rng: false,
-        vm_generation: None,
-        extra: Vec::new(),
-        foreign: None,
-    }
-}
-
 fn access(arguments: &[&str]) -> Vec<HostAccess> {
-    of_foreign(&hardware(), &machine(arguments))
+    of_foreign(&Hardware::bare(1 << 20), &machine(arguments))
 }
 
 #[test]
@@ -191,7 +167,7 @@ fn networks_and_fields_outside_of_the_command_line_are_checked() {
         forwards: Vec::new(),
     };
     let found = |options: &str| {
-        of_foreign(&hardware(), &ForeignMachine { networks: vec![network(options)], ..machine(&[]) }).len()
+        of_foreign(&Hardware::bare(1 << 20), &ForeignMachine { networks: vec![network(options)], ..machine(&[]) }).len()
     };
     assert_eq!(found("user,id=n,net=10.1.0.0/24"), 0);
     assert_eq!(found(r#"{"type":"user","id":"n"}"#), 0);
@@ -200,7 +176,7 @@ fn networks_and_fields_outside_of_the_command_line_are_checked() {
     }
     let with_net = |backend: NetBackend| {
         let nets = vec![Net { id: "n".into(), mac: String::new(), backend }];
-        of_foreign(&Hardware { nets, ..hardware() }, &machine(&[])).len()
+        of_foreign(&Hardware { nets, ..Hardware::bare(1 << 20) }, &machine(&[])).len()
     };
     let tap =
         |netns: &str| NetBackend::Tap(Tap { ifname: "t0".into(), netns: Some(netns.into()), queues: 1, vhost: false });
@@ -208,6 +184,6 @@ fn networks_and_fields_outside_of_the_command_line_are_checked() {
     let rule = |text: &str| NetBackend::User(vec![text.into()]);
     assert_eq!((with_net(rule("tcp:127.0.0.1:2222-:22")), with_net(rule("unix:/run/x-:22"))), (0, 1));
     assert_eq!(with_net(tap("-blue")), 1);
-    let extra = Hardware { extra: vec!["-S".into()], ..hardware() };
+    let extra = Hardware { extra: vec!["-S".into()], ..Hardware::bare(1 << 20) };
     assert_eq!(of_foreign(&extra, &machine(&[])).len(), 1);
 }

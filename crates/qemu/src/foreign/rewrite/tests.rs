@@ -1,7 +1,7 @@
 //! Command lines as users and libvirt write them, and their rewritten form.
 
 use super::*;
-use crate::command::{Directory, Hardware, Net, NetBackend, Ram, RamBackend, Start};
+use crate::command::{Directory, Hardware, Net, NetBackend, RamBackend, Start};
 use crate::foreign::CurrentDisk;
 use crate::syntax::Syntax;
 use proptest::prelude::*;
@@ -34,25 +34,10 @@ fn hardware(machine: ForeignMachine) -> Hardware {
         backend: NetBackend::User(network.forwards.clone()),
     });
     Hardware {
-        name: "x".into(),
-        uuid: None,
-        machine: "pc-q35-7.2".into(),
-        cpu: String::new(),
-        accel: "tcg".into(),
-        vcpus: 1,
-        ram: Ram { path: "/ram/x.ram".into(), bytes: 512 << 20, prealloc: false },
-        boot: None,
-        disks: Vec::new(),
         nets: nets.collect(),
-        vga: false,
-        agent: false,
-        agent_ports: None,
-        phase: false,
-        panic: false,
-        rng: false,
         vm_generation: Some(uuid::Uuid::from_u128(7)),
-        extra: Vec::new(),
         foreign: Some(machine),
+        ..Hardware::bare(512 << 20)
     }
 }
 
