@@ -442,3 +442,11 @@ fn a_guest_that_ignores_the_power_button_is_powered_off_and_its_vm_is_busy_meanw
     guest.rekindle(&["stop", "--timeout", "1s"]).ok().prints(&["powered off"]);
     lab.assert_empty();
 }
+
+#[test]
+fn an_object_store_whose_certificate_would_not_be_checked_is_rejected() {
+    let lab = Lab::without_root();
+    let mut list = lab.command(["store", "ls", "s3://bucket/web"]);
+    list.env("AWS_ALLOW_INVALID_CERTIFICATES", "true");
+    lab.finish(list).status(1).prints(&["AWS_ALLOW_INVALID_CERTIFICATES", "AWS_CA_BUNDLE"]);
+}
