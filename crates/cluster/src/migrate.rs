@@ -17,12 +17,12 @@ use std::time::Instant;
 /// Returns the settings of a move to `remote`.
 #[must_use]
 pub fn settings(resource: &Resource, remote: RemoteHost) -> MoveSettings {
-    let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
+    let (store, credentials) = (resource.protect.store.clone(), resource.protect.credentials.clone());
     MoveSettings {
         remote,
         store,
         create_store: false,
-        identity,
+        credentials,
         definition: None,
         qemu: None,
         connect: None,

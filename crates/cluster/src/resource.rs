@@ -2,6 +2,7 @@
 
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_protect::restore::Request;
+use rekindle_store::keys::KeySource;
 use rekindle_vm::definition::{Definition, Name};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -35,7 +36,7 @@ pub enum GuestKind {
 impl Resource {
     /// Returns the request for a restore of the newest checkpoint.
     pub(crate) fn restore_request(&self) -> Request {
-        let (store, identity) = (self.protect.store.clone(), self.protect.identity.clone());
+        let (store, credentials) = (self.protect.store.clone(), self.protect.credentials.clone());
         let hold_output = self.protect.output_commit;
         let (local_definition, local_domain) = match &self.guest {
             // Without it, only what `host.toml` allows can be restored.
@@ -48,7 +49,7 @@ impl Resource {
         };
         Request {
             store,
-            identity,
+            credentials,
             at: None,
             eager: false,
             definition: None,
@@ -64,7 +65,8 @@ impl Resource {
     /// arguments for taking the last checkpoint, after which the guest stays stopped.
     #[must_use]
     pub fn protect_arguments(&self, takes_last_checkpoint: bool) -> Vec<OsString> {
-        let ProtectSettings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
+        let ProtectSettings { store, credentials, every, policy, keep, max_lag, disks, output_commit, .. } =
+            &self.protect;
         let mut arguments: Vec<OsString> = ["--json", "protect", self.name.as_str()].map(OsString::from).into();
         let ms = |duration: &std::time::Duration| format!("{}ms", duration.as_millis());
         let mut add = |flag: &str, value: OsString| arguments.extend([flag.into(), value]);
@@ -77,10 +79,16 @@ impl Resource {
         if let Some(lag) = max_lag {
             add("--max-lag", ms(lag).into());
         }
-        if let Some(identity) = identity {
+        let (tls, keys) = credentials.as_ref().map_or((None, None), |found| (found.tls.as_ref(), found.keys.as_ref()));
+        if let Some(identity) = tls {
             add("--cert", identity.cert.clone().into());
             add("--key", identity.key.clone().into());
             add("--ca", identity.ca.clone().into());
+        }
+        match keys {
+            Some(KeySource::File(path)) => add("--key-file", path.clone().into()),
+            Some(KeySource::Command(command)) => add("--key-command", command.into()),
+            None => {}
         }
         match disks {
             DiskPolicy::Refuse => {}

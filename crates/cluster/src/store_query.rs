@@ -31,7 +31,7 @@ pub(crate) fn find_with_retries(resource: &Resource, deadline: Instant) -> Resul
 /// Queries the store. `None`: no VM has used the store yet.
 pub(crate) fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     let store = &resource.protect.store;
-    match admin::listing(store, resource.protect.identity.as_ref()) {
+    match admin::listing(store, resource.protect.credentials.as_ref()) {
         Ok(listing) => Ok(Some(listing)),
         Err(StoreError::NotAStore { store }) => Err(StartError::NotAStore { store }),
         Err(StoreError::Unused { .. }) => Ok(None),

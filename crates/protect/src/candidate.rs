@@ -192,7 +192,7 @@ impl PreparedCandidate<'_> {
     /// *On failure:* a QEMU may remain. It has not run the guest unless the journal is at
     /// [`Step::Resume`](rekindle_vm::journal::Step).
     pub fn resume(self, handover: &mut Handover) -> Result<Destination<RunningStage<OnDemandRam>>, RestoreError> {
-        let source = CheckpointSource { store: self.store, identity: None, number: self.number };
+        let source = CheckpointSource { store: self.store, credentials: None, number: self.number };
         let BoostedDestination { loaded, boost } = load::load_devices(self.destination, source, handover)?;
         let running = loaded.commit(handover, "resume")?;
         drop(boost);

@@ -7,13 +7,13 @@
 //! | the pager's lock | the pager that serves the VM |
 //! | `fill.lock` | the process that uses the pager's write record ([`crate::write_record`]) |
 
-use crate::identity_paths::IdentityPaths;
+use crate::credential_paths::CredentialPaths;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::remote::Identity;
+use rekindle_store::Credentials;
 use rekindle_store::types::CheckpointInfo;
 use rekindle_store::{ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -59,9 +59,8 @@ pub enum FillError {
 pub struct Fill {
     format: u32,
     pub store: StoreUrl,
-    /// Certificate, key and authority for a store on a server.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    identity: Option<IdentityPaths>,
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "identity")]
+    credentials: Option<CredentialPaths>,
     /// Number of the checkpoint from which the memory is loaded.
     pub number: u64,
     /// The QEMU whose memory is filled.
@@ -100,7 +99,7 @@ impl Fill {
     /// Describes the fill of the blocks `paged` of `vmm` from checkpoint `info` of `store`.
     pub(crate) fn new(
         store: StoreUrl,
-        identity: Option<&Identity>,
+        credentials: Option<&Credentials>,
         info: &CheckpointInfo,
         vmm: Vmm,
         ram: &GuestRam,
@@ -108,9 +107,9 @@ impl Fill {
     ) -> Self {
         let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
-        let identity = identity.map(IdentityPaths::absolute);
+        let credentials = credentials.and_then(CredentialPaths::absolute);
         let (number, epoch, stage) = (info.number, Some(info.epoch), FillStage::Filling);
-        Self { format: FORMAT, store, identity, number, vmm, blocks, paged, epoch, stage }
+        Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, stage }
     }
 
     /// Returns whether the pager fills the block `id`.
@@ -120,8 +119,8 @@ impl Fill {
 
     /// Returns the options for opening the checkpoint.
     pub(crate) fn read_options(&self) -> ReadOptions {
-        let identity = self.identity.as_ref().map(IdentityPaths::identity);
-        ReadOptions { at: Some(self.number), identity, ..ReadOptions::default() }
+        let credentials = self.credentials.as_ref().map(CredentialPaths::credentials);
+        ReadOptions { at: Some(self.number), credentials, ..ReadOptions::default() }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

@@ -24,11 +24,11 @@
 #![allow(missing_docs, reason = "an internal crate: a name that needs no comment has none")]
 
 pub mod candidate;
+mod credential_paths;
 mod epochs;
 mod error;
 pub mod event;
 pub mod fill;
-mod identity_paths;
 mod load_pages;
 pub mod moving;
 pub mod output;

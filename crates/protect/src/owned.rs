@@ -6,11 +6,12 @@
 //! one VM are worse than none. The redo logs of the guest's disks stay as they are, because writes after its last
 //! checkpoint are not part of the guest any more.
 
-use crate::identity_paths::IdentityPaths;
+use crate::credential_paths::CredentialPaths;
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
-use rekindle_store::remote::{Identity, SpareConnections};
+use rekindle_store::Credentials;
+use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
@@ -26,9 +27,8 @@ use uuid::Uuid;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerRecord {
     store: StoreUrl,
-    /// Certificate, key and authority for a store on a server.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    identity: Option<IdentityPaths>,
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "identity")]
+    credentials: Option<CredentialPaths>,
     /// The owner epoch in which the guest started on this host.
     run: u64,
     /// When the guest started to run on this host, in µs since 1970; missing in records of earlier versions.
@@ -101,9 +101,9 @@ fn path(rundir: &RunDir) -> PathBuf {
 }
 
 impl OwnerRecord {
-    pub(crate) fn new(store: &StoreUrl, identity: Option<&Identity>, run: u64) -> Self {
-        let identity = identity.map(IdentityPaths::absolute);
-        Self { store: absolute_url(store), identity, run, since_us: Some(now_us()), new_owner: None }
+    pub(crate) fn new(store: &StoreUrl, credentials: Option<&Credentials>, run: u64) -> Self {
+        let credentials = credentials.and_then(CredentialPaths::absolute);
+        Self { store: absolute_url(store), credentials, run, since_us: Some(now_us()), new_owner: None }
     }
 
     /// Makes this host the owner of `store` for a guest that is about to run on it, if `only_if` holds. Records the
@@ -114,12 +114,12 @@ impl OwnerRecord {
     pub fn claim(
         rundir: &RunDir,
         store: &StoreUrl,
-        identity: Option<&Identity>,
+        credentials: Option<&Credentials>,
         vm: &Vm,
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::claim_over(&SpareConnections::default(), rundir, store, identity, vm, owner, only_if)
+        Self::claim_over(&SpareConnections::default(), rundir, store, credentials, vm, owner, only_if)
     }
 
     /// Does the same as [`OwnerRecord::claim`], over an existing connection to a server.
@@ -130,13 +130,13 @@ impl OwnerRecord {
         spare: &SpareConnections,
         rundir: &RunDir,
         store: &StoreUrl,
-        identity: Option<&Identity>,
+        credentials: Option<&Credentials>,
         vm: &Vm,
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        let fenced = admin::fence_over(spare, store, vm, owner, only_if, identity)?;
-        Self::new(store, identity, fenced.epoch).write(rundir)?;
+        let fenced = admin::fence_over(spare, store, vm, owner, only_if, credentials)?;
+        Self::new(store, credentials, fenced.epoch).write(rundir)?;
         Ok(fenced)
     }
 
@@ -207,8 +207,8 @@ impl OwnerRecord {
         }
     }
 
-    fn identity(&self) -> Option<Identity> {
-        self.identity.as_ref().map(IdentityPaths::identity)
+    fn credentials(&self) -> Option<Credentials> {
+        self.credentials.as_ref().map(CredentialPaths::credentials)
     }
 
     /// Queries the store for a newer owner of the guest `uuid`. `None`: this host is still the owner.
@@ -217,7 +217,7 @@ impl OwnerRecord {
     /// [`StoreError`]: the owner is unknown. [`StoreError::OtherVm`]: the path now has another VM's store, whose epochs
     /// mean nothing for this guest.
     pub fn query_new_owner(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
-        let listing = admin::listing(&self.store, self.identity().as_ref())?;
+        let listing = admin::listing(&self.store, self.credentials().as_ref())?;
         if listing.vm.uuid != uuid {
             let store = self.store.to_string();
             return Err(StoreError::OtherVm { store, found: listing.vm, expected: uuid, name: None });
@@ -233,7 +233,7 @@ impl OwnerRecord {
     pub fn report_end(&self, vm: &Vm) -> Result<(), StoreError> {
         let owner = Owner::here(&format!("stop {}", vm.name)).with(Guest::Ended);
         let only_if = Some(OnlyIf::Run { run: self.run });
-        match admin::fence(&self.store, vm, &owner, only_if, self.identity().as_ref()) {
+        match admin::fence(&self.store, vm, &owner, only_if, self.credentials().as_ref()) {
             // Without a store there is no checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
             fenced => fenced.map(drop),

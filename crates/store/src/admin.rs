@@ -1,11 +1,12 @@
 //! Administration of a store.
 
+use crate::credentials::Credentials;
 use crate::directory::StoreDirectory;
 use crate::error::Result;
 use crate::fencing::fence_directory;
 use crate::listing::{Listing, list};
 use crate::location::Location;
-use crate::remote::{self, Identity, SpareConnections};
+use crate::remote::{self, SpareConnections};
 use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
@@ -22,10 +23,10 @@ pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 /// # Errors
 /// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`]; for a store on a
 /// server also [`crate::StoreError::Connection`].
-pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
-    match Location::of(url)? {
-        Location::Disk(disk) => StoreDirectory::init(&disk),
-        Location::Server(server) => remote::init(server, identity),
+pub fn init(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<()> {
+    match Location::of(url, credentials)? {
+        Location::Disk(storage) => StoreDirectory::init(&storage.disk),
+        Location::Server(server) => remote::init(server, Credentials::tls_of(credentials)),
     }
 }
 
@@ -33,10 +34,10 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::StoreError::NotAStore`]; damage to the log; for a store on a server also [`crate::StoreError::Connection`].
-pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
-    match Location::of(url)? {
-        Location::Disk(disk) => list(&StoreDirectory::open(disk, None)?),
-        Location::Server(server) => remote::listing(server, identity),
+pub fn listing(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<Listing> {
+    match Location::of(url, credentials)? {
+        Location::Disk(storage) => list(&StoreDirectory::open(storage, None)?),
+        Location::Server(server) => remote::listing(server, Credentials::tls_of(credentials)),
     }
 }
 
@@ -44,10 +45,10 @@ pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
 ///
 /// # Errors
 /// Errors of [`listing`]. Damage that is found is no error: the result lists it.
-pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
-    match Location::of(url)? {
-        Location::Disk(disk) => verify(&StoreDirectory::open(disk, None)?, progress),
-        Location::Server(server) => remote::verified(server, identity),
+pub fn verified(url: &StoreUrl, credentials: Option<&Credentials>, progress: Progress<'_>) -> Result<Verified> {
+    match Location::of(url, credentials)? {
+        Location::Disk(storage) => verify(&StoreDirectory::open(storage, None)?, progress),
+        Location::Server(server) => remote::verified(server, Credentials::tls_of(credentials)),
     }
 }
 
@@ -56,11 +57,10 @@ pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<
 ///
 /// # Errors
 /// Errors of [`Writer::open`] and [`Writer::compact`].
-pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
-    let found = listing(url, identity)?;
+pub fn compact(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<u64> {
+    let found = listing(url, credentials)?;
     let keep = u32::try_from(found.checkpoints.len()).unwrap_or(u32::MAX).max(1);
-    let identity = identity.cloned();
-    let options = Options { keep, identity, ..Options::new(found.vm, "store compact") };
+    let options = Options { keep, credentials: credentials.cloned(), ..Options::new(found.vm, "store compact") };
     let mut writer = Writer::open(url, &options)?;
     let freed = writer.compact()?;
     writer.settle()?;
@@ -77,9 +77,9 @@ pub fn fence(
     vm: &Vm,
     owner: &Owner,
     only_if: Option<OnlyIf>,
-    identity: Option<&Identity>,
+    credentials: Option<&Credentials>,
 ) -> Result<Fenced> {
-    fence_over(&SpareConnections::default(), url, vm, owner, only_if, identity)
+    fence_over(&SpareConnections::default(), url, vm, owner, only_if, credentials)
 }
 
 /// Fences a store like [`fence`], over an open connection from `spare` if there is one.
@@ -92,10 +92,10 @@ pub fn fence_over(
     vm: &Vm,
     owner: &Owner,
     only_if: Option<OnlyIf>,
-    identity: Option<&Identity>,
+    credentials: Option<&Credentials>,
 ) -> Result<Fenced> {
-    match Location::of(url)? {
-        Location::Disk(disk) => fence_directory(disk, vm, owner, only_if).map(|(_, fenced)| fenced),
-        Location::Server(server) => remote::fence(server, vm, owner, only_if, identity, spare),
+    match Location::of(url, credentials)? {
+        Location::Disk(storage) => fence_directory(storage, vm, owner, only_if).map(|(_, fenced)| fenced),
+        Location::Server(server) => remote::fence(server, vm, owner, only_if, Credentials::tls_of(credentials), spare),
     }
 }

@@ -4,7 +4,10 @@ use crate::disk::Disk;
 use crate::error::{Result, StoreError};
 use crate::format::names;
 use crate::format::page::Digester;
-use crate::format::superblock::Superblock;
+use crate::format::superblock::{Superblock, authenticate};
+use crate::format::{Flaw, Structure};
+use crate::location::Storage;
+use crate::sealing::{FileIdentity, FileKey, Seal, StoreKeys};
 use crate::types::{Vm, now_us};
 use rekindle_kernel::durable_file::DurableFile;
 use std::io;
@@ -18,15 +21,18 @@ pub(crate) struct StoreDirectory {
     pub id: Uuid,
     pub vm: Vm,
     pub created_us: u64,
+    /// Keys of an encrypted store.
+    keys: Option<StoreKeys>,
 }
 
 impl StoreDirectory {
-    /// Opens the store in `disk`; with `expected`, only if the store belongs to that VM.
+    /// Opens the store in `storage`; with `expected`, only if the store belongs to that VM.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::Unused`], [`StoreError::OtherVm`], [`StoreError::Damaged`],
-    /// [`StoreError::Newer`].
-    pub fn open(disk: Arc<dyn Disk>, expected: Option<Uuid>) -> Result<Self> {
+    /// [`StoreError::Newer`]; [`StoreError::Encrypted`], [`StoreError::NotEncrypted`], [`StoreError::UnknownKey`].
+    pub fn open(storage: impl Into<Storage>, expected: Option<Uuid>) -> Result<Self> {
+        let Storage { disk, keys } = storage.into();
         let store = disk.name().to_owned();
         let bytes = match read_whole(&disk, names::SUPERBLOCK, 1 << 16) {
             Ok(bytes) => bytes,
@@ -44,11 +50,25 @@ impl StoreDirectory {
             }
             Err(e) => return Err(e),
         };
-        let block = Superblock::decode(&bytes).map_err(|flaw| StoreError::flaw(&store, names::SUPERBLOCK, flaw))?;
+        let flawed = |flaw| StoreError::flaw(&store, names::SUPERBLOCK, flaw);
+        let (block, seal) = Superblock::decode(&bytes).map_err(flawed)?;
+        let keys = match (keys, seal) {
+            (None, None) => None,
+            (None, Some(_)) => return Err(StoreError::Encrypted { store }),
+            (Some(_), None) => return Err(StoreError::NotEncrypted { store }),
+            (Some(keys), Some(seal)) => {
+                let keys = StoreKeys::new(keys, block.id, block.vm.uuid);
+                let key = keys.find(seal, FileIdentity::Superblock);
+                let authentic =
+                    key.ok_or(Flaw::UnknownKey { key: seal.key }).and_then(|key| authenticate(&bytes, &key));
+                authentic.map_err(flawed)?;
+                Some(keys)
+            }
+        };
         if let Some(expected) = expected.filter(|expected| *expected != block.vm.uuid) {
             return Err(StoreError::OtherVm { store, found: block.vm, expected, name: None });
         }
-        Ok(Self { disk, id: block.id, vm: block.vm, created_us: block.created_us })
+        Ok(Self { disk, id: block.id, vm: block.vm, created_us: block.created_us, keys })
     }
 
     /// Creates a store without a VM in `disk`: [`StoreDirectory::open_for`] assigns it to the first VM. Completes a
@@ -61,6 +81,7 @@ impl StoreDirectory {
         match Self::open(disk.clone(), None) {
             Err(StoreError::NotAStore { .. }) => {}
             Err(StoreError::Unused { store }) => return Err(StoreError::Exists { store, vm: None }),
+            Err(StoreError::Encrypted { store }) => return Err(StoreError::Exists { store, vm: None }),
             Ok(existing) => return Err(StoreError::Exists { store, vm: Some(existing.vm) }),
             Err(e) => return Err(e),
         }
@@ -73,21 +94,24 @@ impl StoreDirectory {
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the store durable", e))
     }
 
-    /// Opens the store in `disk` for `vm`. An unused store is assigned to `vm`. A missing store is created only with
+    /// Opens the store in `storage` for `vm`. An unused store is assigned to `vm`, and becomes encrypted if there are
+    /// keys. A missing store is created only with
     /// `create`, because the path may be mistyped or its file system not mounted. Completes a store whose creation was
     /// interrupted. Two processes that create the store concurrently get the same store.
     ///
     /// # Errors
     /// Errors of [`StoreDirectory::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], which leaves only empty
     /// directories.
-    pub fn open_for(disk: Arc<dyn Disk>, vm: &Vm, create: bool) -> Result<Self> {
+    pub fn open_for(storage: impl Into<Storage>, vm: &Vm, create: bool) -> Result<Self> {
+        let storage = storage.into();
+        let disk = storage.disk.clone();
         let name_it = |e| match e {
             StoreError::OtherVm { store, found, expected, .. } => {
                 StoreError::OtherVm { store, found, expected, name: Some(vm.name.clone()) }
             }
             other => other,
         };
-        match Self::open(disk.clone(), Some(vm.uuid)) {
+        match Self::open(storage.clone(), Some(vm.uuid)) {
             Err(StoreError::Unused { .. }) => {}
             Err(StoreError::NotAStore { .. }) if create => {}
             other => return other.map_err(name_it),
@@ -96,7 +120,11 @@ impl StoreDirectory {
         create_directories(&disk)?;
         let block = Superblock { id: Uuid::new_v4(), vm: vm.clone(), created_us: now_us() };
         let new = format!("{}00000000-{}", names::NEW, Uuid::new_v4().simple());
-        let written = write_new(&disk, &new, &block.encode()).and_then(|()| {
+        let keys = storage.keys.clone().map(|keys| StoreKeys::new(keys, block.id, vm.uuid));
+        let seal = keys.map(|keys| keys.create(FileIdentity::Superblock)).transpose();
+        let content = seal.and_then(|seal| block.encode(seal.as_ref()));
+        let content = content.map_err(|e| StoreError::io(&store, names::SUPERBLOCK, "encrypting", e))?;
+        let written = write_new(&disk, &new, &content).and_then(|()| {
             match disk.link(&new, names::SUPERBLOCK) {
                 // Another process has linked its superblock first, and may have removed our file. Its superblock is
                 // valid.
@@ -109,7 +137,7 @@ impl StoreDirectory {
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the superblock durable", e))?;
         // If the file cannot be removed, it has no effect: the superblock takes precedence.
         let _ = disk.remove(names::UNUSED);
-        Self::open(disk, Some(vm.uuid)).map_err(name_it)
+        Self::open(storage, Some(vm.uuid)).map_err(name_it)
     }
 
     /// Returns the name of the store for messages.
@@ -119,6 +147,30 @@ impl StoreDirectory {
 
     pub fn digester(&self) -> Digester {
         Digester::new(self.id)
+    }
+
+    /// Returns a new key for the file `name`, which is about to be created; `None` if the store is not encrypted.
+    pub fn create_key(&self, file: FileIdentity, name: &str) -> Result<Option<(Seal, FileKey)>> {
+        self.keys.as_ref().map(|keys| keys.create(file)).transpose().map_err(self.failed(name, "encrypting"))
+    }
+
+    /// Returns the key of an existing file, which its header names; `None` if the store is not encrypted.
+    ///
+    /// # Errors
+    /// The file is sealed with a key that was not given. Either the file or the store is not encrypted, but the other
+    /// is; `header` is then said to be damaged.
+    pub fn find_key(
+        &self,
+        file: FileIdentity,
+        seal: Option<Seal>,
+        header: Structure,
+    ) -> std::result::Result<Option<FileKey>, Flaw> {
+        match (&self.keys, seal) {
+            (None, None) => Ok(None),
+            (Some(keys), Some(seal)) => keys.find(seal, file).map(Some).ok_or(Flaw::UnknownKey { key: seal.key }),
+            (Some(_), None) => Err(Flaw::bad(header, 0, "it is not encrypted, but its store is")),
+            (None, Some(_)) => Err(Flaw::bad(header, 0, "it is encrypted, but its store is not")),
+        }
     }
 
     /// Converts the operating system's error for `doing` something with the file `name`.

@@ -1,7 +1,9 @@
 //! Errors of a store.
 
 use crate::format::{Flaw, Structure};
-use crate::types::{Owner, Vm};
+use crate::keys::KeyError;
+use crate::sealing::KeyId;
+use crate::types::{KnownState, Owner, Vm};
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -68,6 +70,36 @@ pub enum StoreError {
         /// Name of the expected VM, if it is known.
         name: Option<String>,
     },
+    /// The store is encrypted, and no key was given.
+    #[error("{store}: the store is encrypted; give its key: --key-file FILE, or --key-command COMMAND")]
+    Encrypted { store: String },
+    /// A key was given, and the store is not encrypted. Its content may have been written without the key.
+    #[error(
+        "{store}: the store is not encrypted, but a key was given; to use it without encryption, leave out --key-file and \
+         --key-command; to encrypt, create a new store"
+    )]
+    NotEncrypted { store: String },
+    /// None of the given keys is the one that a file is sealed with.
+    #[error(
+        "{store}/{file}: sealed with the key {key}, which is not among those that were given; add it to the key file (the \
+         first key there is used to write, all of them to read)"
+    )]
+    UnknownKey { store: String, file: String, key: KeyId },
+    /// A store on a server cannot be encrypted.
+    #[error(
+        "{store}: a store on a server cannot be encrypted; use a directory or an object store, or leave out --key-file and \
+         --key-command"
+    )]
+    NoKeysOnServer { store: String },
+    /// The keys cannot be read.
+    #[error(transparent)]
+    Keys(#[from] KeyError),
+    /// The store is older than it is known to have been.
+    #[error(
+        "{store}: at {found}, but it is known to have reached {known}: it was rolled back, or replaced by an old copy; restore \
+         the newest copy of the store"
+    )]
+    RolledBack { store: String, found: KnownState, known: KnownState },
     /// A checksum or a length is wrong.
     #[error(
         "{store}/{file}: {structure} is damaged at byte {at}: {what}; see what is left: rekindle store verify {store}"
@@ -268,6 +300,12 @@ impl StoreError {
             Self::NotEmpty { .. } => "not-empty",
             Self::Newer { .. } => "newer",
             Self::OtherVm { .. } => "other-vm",
+            Self::Encrypted { .. } => "encrypted",
+            Self::NotEncrypted { .. } => "not-encrypted",
+            Self::UnknownKey { .. } => "unknown-key",
+            Self::NoKeysOnServer { .. } => "no-keys-on-server",
+            Self::Keys(_) => "keys",
+            Self::RolledBack { .. } => "rolled-back",
             Self::Damaged { .. } => "damaged",
             Self::Missing { .. } => "missing",
             Self::Empty { .. } => "empty",
@@ -329,6 +367,7 @@ impl StoreError {
         let (store, file) = (store.to_owned(), file.to_owned());
         match flaw {
             Flaw::Newer { found, known } => Self::Newer { store, file, found, known },
+            Flaw::UnknownKey { key } => Self::UnknownKey { store, file, key },
             Flaw::Bad { structure, at, what } => Self::Damaged { store, file, structure, at, what: what.into() },
         }
     }

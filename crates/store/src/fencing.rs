@@ -2,11 +2,10 @@
 //! the log, makes each later commit of a previous owner fail ([`log`]).
 
 use crate::directory::StoreDirectory;
-use crate::disk::Disk;
 use crate::error::Result;
+use crate::location::Storage;
 use crate::log;
 use crate::types::{Guest, OnlyIf, Owner, Vm};
-use std::sync::Arc;
 
 /// A store that was fenced: no previous owner can commit to it any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,20 +16,20 @@ pub struct Fenced {
     pub newest: u64,
 }
 
-/// Claims the store in `disk` for `owner`. An unused store is assigned to the first guest that is booted
+/// Claims the store in `storage` for `owner`. An unused store is assigned to the first guest that is booted
 /// ([`Guest::Booted`]).
 ///
 /// # Errors
 /// Errors of opening the store and of [`log::claim`].
 pub(crate) fn fence_directory(
-    disk: Arc<dyn Disk>,
+    storage: impl Into<Storage>,
     vm: &Vm,
     owner: &Owner,
     only_if: Option<OnlyIf>,
 ) -> Result<(StoreDirectory, Fenced)> {
     let store = match (owner.guest, only_if) {
-        (Guest::Booted, None) => StoreDirectory::open_for(disk, vm, false)?,
-        _ => StoreDirectory::open(disk, Some(vm.uuid))?,
+        (Guest::Booted, None) => StoreDirectory::open_for(storage, vm, false)?,
+        _ => StoreDirectory::open(storage, Some(vm.uuid))?,
     };
     let (claim, tail) = log::claim(&store, owner, only_if)?;
     let newest = tail.newest_state.and_then(|state| state.manifest.newest()).map_or(0, |kept| kept.number);

@@ -7,7 +7,7 @@ use crate::format::manifest::{CheckpointTable, Manifest};
 use crate::format::page::{Digester, unpack};
 use crate::format::segment::{Directory, check_header};
 use crate::format::superblock::Superblock;
-use crate::format::{checksum, names};
+use crate::format::{checksum, names, sealed_entry};
 use crate::remote::protocol::{decode_ids, decode_stored};
 use crate::url::StoreUrl;
 use rekindle_pages::PAGE_SIZE;
@@ -23,7 +23,7 @@ pub const TARGETS: &[(&str, Target)] = &[
         let _ = check_header(bytes, Uuid::nil(), 1, 1);
     }),
     ("frame", |bytes| {
-        if let Ok(directory) = Directory::decode(bytes, 4096) {
+        if let Ok(directory) = Directory::decode(&mut bytes.to_vec(), 4096, None) {
             directory.pages().for_each(drop);
         }
     }),
@@ -34,6 +34,9 @@ pub const TARGETS: &[(&str, Target)] = &[
             }
         }
     }),
+    ("sealed-entry", |bytes| {
+        let _ = sealed_entry::decode_header(bytes);
+    }),
     ("manifest", |bytes| drop(Manifest::decode(bytes))),
     ("table", |bytes| drop(CheckpointTable::decode(bytes))),
     ("base-header", |bytes| {
@@ -41,10 +44,19 @@ pub const TARGETS: &[(&str, Target)] = &[
     }),
     ("base-trailer", |bytes| {
         let (trailer_len, trailer_checksum) = (bytes.len() as u64, checksum(bytes));
-        let header = BaseHeader { covers_through: 0, usable_from: 0, trailer_at: 4096, trailer_len, trailer_checksum };
-        drop(BaseIndex::decode(&header, bytes));
+        let (store, seal) = (Uuid::nil(), None);
+        let header = BaseHeader {
+            store,
+            covers_through: 0,
+            usable_from: 0,
+            trailer_at: 4096,
+            trailer_len,
+            trailer_checksum,
+            seal,
+        };
+        drop(BaseIndex::decode(&header, &mut bytes.to_vec(), None));
     }),
-    ("base-part", |bytes| drop(decode_part(bytes, checksum(bytes), 0))),
+    ("base-part", |bytes| drop(decode_part(&mut bytes.to_vec(), checksum(bytes), 0, None))),
     ("page", |bytes| {
         let _ = unpack(Digester::new(Uuid::nil()), bytes, 1, &mut [0; PAGE_SIZE]);
     }),
@@ -97,30 +109,34 @@ mod tests {
         match name {
             "superblock" => {
                 let vm = Vm { uuid: Uuid::nil(), name: "web".into() };
-                Superblock { id: Uuid::nil(), vm, created_us: 1 }.encode()
+                Superblock { id: Uuid::nil(), vm, created_us: 1 }.encode(None).unwrap()
             }
-            "segment-header" => encode_header(Uuid::nil(), 1, 1),
+            "segment-header" => encode_header(Uuid::nil(), 1, 1, None),
             "frame" => {
                 let mut frame = vec![0; 64];
                 frame.extend(Record { digest: 1, page: 1, len: 20, block: 0 }.encode());
                 frame.extend(7u64.to_le_bytes());
-                FrameHeader { kind: FrameKind::Moved, count: 1, data_len: 20, number: 7 }.seal(&mut frame);
+                let header =
+                    FrameHeader { kind: FrameKind::Moved, count: 1, data_len: 20, is_sealed: false, number: 7 };
+                header.finish(&mut frame);
                 frame
             }
             "entry" => {
                 let sections = [(Section::Manifest, &[1; 100][..]), (Section::Devices, &[2; 999])];
                 entry::encode(Uuid::nil(), Kind::Checkpoint, 1, 1, &sections).bytes
             }
+            "sealed-entry" => [b"RKSEALED".as_slice(), &[0; 80]].concat(),
             "manifest" => manifest.encode(),
             "table" => {
                 CheckpointTable { number: 1, time_us: 2, pages: Pages::default(), bytes: 3, blocks: vec![stored] }
                     .encode()
             }
-            "base-header" => base.encode(Uuid::nil(), 4128).header,
-            "base-trailer" => base.encode(Uuid::nil(), 4128).trailer,
+            "base-header" => base.encode(Uuid::nil(), 4128, None).unwrap().header,
+            "base-trailer" => base.encode(Uuid::nil(), 4128, None).unwrap().trailer,
             "base-part" => {
                 let mut part = Vec::new();
-                encode_part([IndexEntry { location: Location(1), digest: 2 }; 3].into_iter(), &mut part);
+                let entries = [IndexEntry { location: Location(1), digest: 2 }; 3];
+                encode_part(entries.into_iter(), 4096, None, &mut part).unwrap();
                 part
             }
             "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),

@@ -27,7 +27,7 @@ use crate::format::entry::{Entry, Section};
 use crate::format::manifest::CheckpointTable;
 use crate::format::names;
 use crate::format::page::{StoredPage, unpack};
-use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES};
+use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYTES};
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
 use crate::segments::OpenSegments;
@@ -179,6 +179,11 @@ impl LocalImage {
             .ok_or_else(|| self.no_page(format!("number {block}"), PageNo(0)))
     }
 
+    /// Returns the number by which the records of pages refer to a block.
+    fn block_number(&self, block: BlockId) -> u16 {
+        self.table.blocks.get(block.0).map_or(0, |stored| stored.number)
+    }
+
     fn no_page(&self, block: String, page: PageNo) -> StoreError {
         let (store, checkpoint) = (self.store.name().into(), self.table.number);
         StoreError::NoSuchPage { store, checkpoint, block, page: page.0 }
@@ -205,7 +210,8 @@ impl LocalImage {
         index.find(&self.store, (block, page))
     }
 
-    /// Reads the stored bytes and the digest of each page, in the given order. Combines reads that are close together.
+    /// Reads the stored bytes, decrypted, and the digest of each page, in the given order. Combines reads that are close
+    /// together.
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<StoredPage>> {
         self.with_index(|index| {
             let mut stored = Vec::with_capacity(pages.len());
@@ -237,9 +243,9 @@ impl LocalImage {
         let begin = first.location.offset();
         let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
         let Some(extent) = index.segments.get(first.location.segment()) else { return Ok(()) };
-        let file = self.open_segments.get(&self.store, *extent)?;
+        let segment = self.open_segments.get(&self.store, *extent)?;
         let name = names::segment(extent.epoch, extent.number);
-        let bytes = self.store.read_at(&file, &name, begin, (end - begin) as usize)?;
+        let bytes = self.store.read_at(&segment.file, &name, begin, (end - begin) as usize)?;
         for wanted in group {
             let offset = (wanted.location.offset() - begin) as usize;
             let page_bytes = bytes
@@ -247,6 +253,13 @@ impl LocalImage {
                 .ok_or_else(|| self.bad_page(index, wanted.id, wanted.location, "the file ends before it"))?;
             if let Some(stored) = stored.get_mut(wanted.position) {
                 stored.bytes.extend_from_slice(page_bytes);
+                let (block, page) = (self.block_number(wanted.id.0), wanted.id.1.0 as u32);
+                let (offset, digest) = (wanted.location.offset(), stored.digest);
+                let len = match segment.open_page(offset, block, page, digest, &mut stored.bytes) {
+                    Ok(content) => content.len(),
+                    Err(what) => return Err(self.bad_page(index, wanted.id, wanted.location, what)),
+                };
+                stored.bytes.truncate(len);
             }
         }
         Ok(())
@@ -260,20 +273,23 @@ impl LocalImage {
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
             let IndexEntry { location, digest } = self.find(index, id)?;
-            let mut buffer = [0; PAGE_SIZE];
-            let stored = buffer.get_mut(..location.len().into()).unwrap_or_default();
+            let mut buffer = [0; MAX_STORED_PAGE_BYTES];
+            let mut stored = buffer.get_mut(..location.len().into()).unwrap_or_default();
             // A page of zeros has no stored bytes; `unpack` makes zeros of an empty slice.
             if !stored.is_empty() {
                 let Some(extent) = index.segments.get(location.segment()) else {
                     return Err(self.bad_page(index, id, location, "its segment is not known"));
                 };
-                let file = self.open_segments.get(&self.store, *extent)?;
+                let segment = self.open_segments.get(&self.store, *extent)?;
                 let name = names::segment(extent.epoch, extent.number);
                 let read_bytes =
-                    file.read_at(stored, location.offset()).map_err(self.store.failed(&name, "reading"))?;
+                    segment.file.read_at(stored, location.offset()).map_err(self.store.failed(&name, "reading"))?;
                 if read_bytes != stored.len() {
                     return Err(self.bad_page(index, id, location, "the file ends before it"));
                 }
+                stored = segment
+                    .open_page(location.offset(), self.block_number(id.0), id.1.0 as u32, digest, stored)
+                    .map_err(|what| self.bad_page(index, id, location, what))?;
             }
             unpack(self.store.digester(), stored, digest, content)
                 .map_err(|what| self.bad_page(index, id, location, what))
@@ -370,10 +386,10 @@ impl LocalHotPages<'_> {
     fn load(&mut self, frame: RecentFrame) {
         let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
         let store = &self.image.store;
-        let Ok(file) = self.image.open_segments.get(store, extent) else { return };
+        let Ok(segment) = self.image.open_segments.get(store, extent) else { return };
         // The name of the file is only for errors, and an error is ignored here.
-        let Ok(bytes) = store.read_at(&file, "", frame.offset, MAX_DIRECTORY_BYTES) else { return };
-        let Ok(directory) = Directory::decode(&bytes, frame.offset) else { return };
+        let Ok(mut bytes) = store.read_at(&segment.file, "", frame.offset, MAX_DIRECTORY_BYTES) else { return };
+        let Ok(directory) = Directory::decode(&mut bytes, frame.offset, segment.key.as_ref()) else { return };
         let blocks = &self.image.table.blocks;
         // A record of length 0 is a page of zeros, which is not hot.
         for listed in directory.pages().filter(|listed| listed.record.len != 0) {

@@ -10,7 +10,7 @@
 //! a checkpoint in it     index   image
 //! structures in it       directory   log   checkpoints   segments
 //! where a store is       objects   location
-//! base                   types   url   format   disk   error   page_table
+//! base                   types   url   credentials   keys   format   sealing   disk   error   page_table
 //! ```
 //!
 //! | module | purpose |
@@ -32,6 +32,8 @@
 //! | `location` | a store's disk or server, by its address |
 //! | [`objects`] | file operations in an object store |
 //! | [`disk`] | file operations |
+//! | [`sealing`] | encrypt and authenticate files |
+//! | [`keys`], [`credentials`] | the keys of an owner, and what else a command needs to reach a store |
 //! | [`format`] | formats of the files: `docs/store-format.md` |
 //! | [`error`] | all errors |
 //! | [`types`], [`url`] | VMs, RAM blocks, owners, checkpoints; address of a store |
@@ -41,6 +43,7 @@
 
 pub mod admin;
 mod checkpoints;
+pub mod credentials;
 mod directory;
 pub mod disk;
 mod engine;
@@ -51,14 +54,16 @@ pub mod format;
 pub mod fuzz;
 pub mod image;
 mod index;
+pub mod keys;
 pub mod listing;
-mod location;
+pub mod location;
 pub mod log;
 pub mod objects;
 mod packing;
 mod page_table;
 pub mod reader;
 pub mod remote;
+pub mod sealing;
 mod segments;
 #[cfg(test)]
 mod tests;
@@ -67,6 +72,7 @@ pub mod url;
 pub mod verify;
 pub mod writer;
 
+pub use credentials::Credentials;
 pub use error::{Result, StoreError};
 pub use reader::{Image, ReadOptions};
 pub use url::StoreUrl;

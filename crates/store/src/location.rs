@@ -1,30 +1,58 @@
 //! Where a store is: on a disk, whose operations this process does itself, or on a server of Rekindle.
 
+use crate::credentials::Credentials;
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
 use crate::objects::ObjectDisk;
+use crate::sealing::KeyRing;
 use crate::url::{Remote, StoreUrl};
 use std::sync::Arc;
 
 pub(crate) enum Location<'a> {
-    Disk(Arc<dyn Disk>),
+    Disk(Storage),
     Server(&'a Remote),
+}
+
+/// A disk, and the keys for an encrypted store on it.
+#[derive(Debug, Clone)]
+pub struct Storage {
+    pub disk: Arc<dyn Disk>,
+    pub keys: Option<Arc<KeyRing>>,
+}
+
+impl From<Arc<dyn Disk>> for Storage {
+    fn from(disk: Arc<dyn Disk>) -> Self {
+        Self { disk, keys: None }
+    }
+}
+
+impl<D: Disk + 'static> From<Arc<D>> for Storage {
+    fn from(disk: Arc<D>) -> Self {
+        Self { disk, keys: None }
+    }
 }
 
 impl<'a> Location<'a> {
     /// Returns the location of a store, which need not exist.
     ///
     /// # Errors
-    /// [`StoreError::Io`] if the settings of an object store are wrong.
-    pub fn of(url: &'a StoreUrl) -> Result<Self> {
-        Ok(match url {
-            StoreUrl::Directory(path) => Self::Disk(Arc::new(LocalDisk::new(path))),
-            StoreUrl::Remote(server) => Self::Server(server),
+    /// [`StoreError::Io`] if the settings of an object store are wrong; [`StoreError::Keys`];
+    /// [`StoreError::NoKeysOnServer`].
+    pub fn of(url: &'a StoreUrl, credentials: Option<&Credentials>) -> Result<Self> {
+        let keys = credentials.and_then(|credentials| credentials.keys.as_ref());
+        let disk: Arc<dyn Disk> = match url {
+            StoreUrl::Directory(path) => Arc::new(LocalDisk::new(path)),
+            StoreUrl::Remote(_) if keys.is_some() => {
+                return Err(StoreError::NoKeysOnServer { store: url.to_string() });
+            }
+            StoreUrl::Remote(server) => return Ok(Self::Server(server)),
             StoreUrl::Objects(address) => {
                 let failed =
                     |e| StoreError::io(&address.to_string(), "", "reading the settings of the object store", e);
-                Self::Disk(Arc::new(ObjectDisk::new(address).map_err(failed)?))
+                Arc::new(ObjectDisk::new(address).map_err(failed)?)
             }
-        })
+        };
+        let keys = keys.map(|source| source.read().map(Arc::new)).transpose()?;
+        Ok(Self::Disk(Storage { disk, keys }))
     }
 }

@@ -9,13 +9,16 @@
 
 use crate::directory::{StoreDirectory, check_exclusive_links, read_whole, write_new};
 use crate::error::{Result, StoreError};
-use crate::format::Flaw;
 use crate::format::codec::{Reader, Writer};
 use crate::format::entry::{self, Entry, Kind, Section};
 use crate::format::manifest::Manifest;
 use crate::format::names;
-use crate::types::{Guest, OnlyIf, Owner};
+use crate::format::sealed_entry;
+use crate::format::{Flaw, Structure};
+use crate::sealing::FileIdentity;
+use crate::types::{Guest, KnownState, OnlyIf, Owner};
 use serde::Serialize;
+use std::borrow::Cow;
 use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
@@ -92,8 +95,30 @@ pub(crate) fn list(store: &StoreDirectory) -> Result<LogListing> {
 /// Reads the log entry with number `log_number`.
 pub(crate) fn read(store: &StoreDirectory, log_number: u64) -> Result<Entry> {
     let name = names::entry(log_number);
-    let bytes = read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES)?;
-    Entry::decode(bytes, store.id, log_number).map_err(|flaw| StoreError::flaw(store.name(), &name, flaw))
+    let bytes = read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES + sealed_entry::OVERHEAD)?;
+    opened(store, log_number, bytes)
+        .and_then(|bytes| Entry::decode(bytes, store.id, log_number))
+        .map_err(|flaw| StoreError::flaw(store.name(), &name, flaw))
+}
+
+/// Decrypts the content of a log file, if the store is encrypted.
+fn opened(store: &StoreDirectory, log_number: u64, bytes: Vec<u8>) -> std::result::Result<Vec<u8>, Flaw> {
+    let seal = sealed_entry::decode_header(&bytes)?;
+    match store.find_key(FileIdentity::Entry(log_number), seal, Structure::EntryHeader)? {
+        Some(key) => sealed_entry::open(&key, bytes),
+        None => Ok(bytes),
+    }
+}
+
+/// Encrypts the content of a log file, if the store is encrypted.
+fn sealed<'c>(store: &StoreDirectory, log_number: u64, content: &'c [u8]) -> Result<Cow<'c, [u8]>> {
+    let name = names::entry(log_number);
+    match store.create_key(FileIdentity::Entry(log_number), &name)? {
+        Some((seal, key)) => {
+            sealed_entry::seal(seal, &key, content).map(Cow::Owned).map_err(store.failed(&name, "encrypting"))
+        }
+        None => Ok(Cow::Borrowed(content)),
+    }
 }
 
 /// Decodes a section of an entry.
@@ -188,9 +213,10 @@ pub(crate) fn append(
 ) -> std::result::Result<(), NotAppended> {
     let temporary = names::new(names::LOG, epoch, &Uuid::new_v4().simple().to_string());
     let started_at = Instant::now();
-    let appended = write_new(&store.disk, &temporary, content)
+    let content = sealed(store, log_number, content).map_err(NotAppended::Failed)?;
+    let appended = write_new(&store.disk, &temporary, &content)
         .map_err(NotAppended::Failed)
-        .and_then(|()| link_entry(store, &temporary, log_number, content))
+        .and_then(|()| link_entry(store, &temporary, log_number, &content))
         .and_then(|()| {
             store
                 .disk
@@ -217,7 +243,7 @@ fn link_entry(
 ) -> std::result::Result<(), NotAppended> {
     let name = names::entry(log_number);
     let Err(link_error) = store.disk.link(temporary, &name) else { return Ok(()) };
-    match read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES) {
+    match read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES + sealed_entry::OVERHEAD) {
         // The entry is ours: the link succeeded, but the file server's answer was lost.
         Ok(existing) if existing == content => Ok(()),
         Ok(_) => Err(NotAppended::Taken),
@@ -267,11 +293,22 @@ pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyI
 /// Fails with [`StoreError::Superseded`] if the condition for a claim does not hold.
 fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyIf>) -> Result<()> {
     let expected_epoch = match only_if {
+        Some(OnlyIf::Reached(known)) => return check_reached(store, tail, known),
         Some(OnlyIf::Epoch(epoch)) if epoch != tail.epoch => epoch,
         Some(OnlyIf::Run { run }) if run != guest_epochs(store, tail)?.run => run,
         _ => return Ok(()),
     };
     Err(superseded(store, expected_epoch, tail.claim))
+}
+
+/// Fails with [`StoreError::RolledBack`] if the store has not reached a state that it is known to have had.
+pub(crate) fn check_reached(store: &StoreDirectory, tail: &LogTail, known: KnownState) -> Result<()> {
+    let newest = tail.newest_state.as_ref().and_then(|state| state.manifest.newest());
+    let found = KnownState { epoch: tail.epoch, checkpoint: newest.map_or(0, |kept| kept.number) };
+    if found.epoch < known.epoch || found.checkpoint < known.checkpoint {
+        return Err(StoreError::RolledBack { store: store.name().into(), found, known });
+    }
+    Ok(())
 }
 
 fn encode_claim(store: &StoreDirectory, epoch: u64, log_number: u64, owner: &Owner, tail: &LogTail) -> Result<Vec<u8>> {

@@ -1,18 +1,18 @@
 //! Reads a checkpoint of a store.
 
+use crate::credentials::Credentials;
 use crate::directory::StoreDirectory;
-use crate::disk::Disk;
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
 use crate::image::{LocalHotPages, LocalImage};
-use crate::location::Location;
-use crate::remote::{CheckpointRequest, Identity, RemoteHotPages, RemoteImage, SpareConnections};
-use crate::types::{CheckpointInfo, Vm};
+use crate::location::{Location, Storage};
+use crate::log;
+use crate::remote::{CheckpointRequest, RemoteHotPages, RemoteImage, SpareConnections};
+use crate::types::{CheckpointInfo, KnownState, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use serde_json::Value;
 use std::ops::Range;
-use std::sync::Arc;
 use uuid::Uuid;
 
 /// Which checkpoint to open, and how to reach its store.
@@ -22,8 +22,9 @@ pub struct ReadOptions {
     pub at: Option<u64>,
     /// Required VM of the store; `None` for any VM.
     pub vm: Option<Uuid>,
-    /// Certificates for a store on a server.
-    pub identity: Option<Identity>,
+    pub credentials: Option<Credentials>,
+    /// State that the store must have reached. Not checked for a store on a server.
+    pub known: Option<KnownState>,
     /// Build the index of pages only when the first page is read. Building takes longer the larger the guest is, and
     /// some callers need only the description of the checkpoint.
     pub lazy: bool,
@@ -57,22 +58,26 @@ impl Image {
     /// [`StoreError::Missing`], [`StoreError::Damaged`]; for a store on a server also [`StoreError::Connection`] and
     /// [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
-        match Location::of(url)? {
-            Location::Disk(disk) => Self::on_disk(disk, which),
+        match Location::of(url, which.credentials.as_ref())? {
+            Location::Disk(storage) => Self::on_disk(storage, which),
             Location::Server(server) => {
                 let request = CheckpointRequest { vm: which.vm, at: which.at, lazy: which.lazy };
-                let (remote, vm, info) = RemoteImage::open(server, which.identity.as_ref(), &which.spare, request)?;
+                let (remote, vm, info) =
+                    RemoteImage::open(server, Credentials::tls_of(which.credentials.as_ref()), &which.spare, request)?;
                 Ok(Self { source: Source::Remote(Box::new(remote)), vm, info })
             }
         }
     }
 
-    /// Opens a checkpoint of the store in `disk`, like [`Image::open`].
+    /// Opens a checkpoint of the store in `storage`, like [`Image::open`].
     ///
     /// # Errors
     /// Errors of [`Image::open`] for a store in a directory.
-    pub fn on_disk(disk: Arc<dyn Disk>, which: &ReadOptions) -> Result<Self> {
-        let store = StoreDirectory::open(disk, which.vm)?;
+    pub fn on_disk(storage: impl Into<Storage>, which: &ReadOptions) -> Result<Self> {
+        let store = StoreDirectory::open(storage, which.vm)?;
+        if let Some(known) = which.known {
+            log::check_reached(&store, &log::tail(&store)?, known)?;
+        }
         let vm = store.vm.clone();
         let local =
             if which.lazy { LocalImage::open_lazily(store, which.at)? } else { LocalImage::open(store, which.at)? };

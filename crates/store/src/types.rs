@@ -58,6 +58,23 @@ pub enum OnlyIf {
     Epoch(u64),
     /// The guest is still the one that began in epoch `run`, even if the store has had other owners since.
     Run { run: u64 },
+    /// The store has reached this state.
+    Reached(KnownState),
+}
+
+/// State that a store is known to have reached. A store that has not reached it was rolled back, or is an old copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct KnownState {
+    /// Owner epoch.
+    pub epoch: u64,
+    /// Number of the newest checkpoint.
+    pub checkpoint: u64,
+}
+
+impl fmt::Display for KnownState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "owner epoch {}, checkpoint {}", self.epoch, self.checkpoint)
+    }
 }
 
 /// The owner of a store. Only commits of the newest owner are valid.

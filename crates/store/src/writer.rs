@@ -11,14 +11,14 @@
 //! avoids storing unchanged pages. Other threads do all other work. Frames are written in the order in which they were
 //! filled, regardless of which packer is done first.
 
-use crate::disk::Disk;
+use crate::credentials::Credentials;
 use crate::engine::{self, CheckpointState, Engine, EngineSettings, Frame, OpenedStore, Request, StartedBlock};
 use crate::error::{Result, StoreError};
 use crate::format::page::Digester;
 use crate::format::segment::Record;
-use crate::location::Location;
+use crate::location::{Location, Storage};
 use crate::packing::{FrameBuilder, PackJob, pack_all};
-use crate::remote::{self, Identity};
+use crate::remote;
 use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageNo, PageRuns};
@@ -46,8 +46,7 @@ pub struct Options {
     pub only_if: Option<OnlyIf>,
     /// Number of threads that compress; with 0, it depends on the number of processors.
     pub packers: usize,
-    /// Certificates for a store on a server.
-    pub identity: Option<Identity>,
+    pub credentials: Option<Credentials>,
     /// Bytes of a segment; with 0, the length depends on the guest's RAM.
     pub segment: u64,
     /// Create a missing store. Has no effect with `only_if`.
@@ -60,7 +59,7 @@ impl Options {
     pub fn new(vm: Vm, operation: &str) -> Self {
         let operation = operation.to_owned();
         let (guest, only_if) = (Guest::Same, None);
-        Self { vm, keep: 10, operation, guest, only_if, packers: 0, identity: None, segment: 0, create: false }
+        Self { vm, keep: 10, operation, guest, only_if, packers: 0, credentials: None, segment: 0, create: false }
     }
 }
 
@@ -116,10 +115,11 @@ impl Writer {
     /// other error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
     /// [`StoreError::Connection`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
-        match Location::of(url)? {
-            Location::Disk(disk) => Self::on_disk(disk, options),
+        match Location::of(url, options.credentials.as_ref())? {
+            Location::Disk(storage) => Self::on_disk(storage, options),
             Location::Server(server) => {
-                let (identity, owner, settings) = (options.identity.as_ref(), options.owner(), options.settings());
+                let identity = Credentials::tls_of(options.credentials.as_ref());
+                let (owner, settings) = (options.owner(), options.settings());
                 let session =
                     remote::WriteSession::open(server, identity, &options.vm, owner, options.only_if, &settings)?;
                 let opened = session.opened();
@@ -128,12 +128,12 @@ impl Writer {
         }
     }
 
-    /// Opens the store in `disk`, like [`Writer::open`].
+    /// Opens the store in `storage`, like [`Writer::open`].
     ///
     /// # Errors
     /// Errors of [`Writer::open`] for a store in a directory.
-    pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
-        let engine = Engine::open(disk, &options.vm, &options.owner(), options.only_if, options.settings())?;
+    pub fn on_disk(storage: impl Into<Storage>, options: &Options) -> Result<Self> {
+        let engine = Engine::open(storage, &options.vm, &options.owner(), options.only_if, options.settings())?;
         let opened = engine.opened();
         Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))
     }

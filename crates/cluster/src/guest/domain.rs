@@ -297,11 +297,11 @@ impl DomainGuest<'_> {
 
     /// Makes this node the owner of the store, if no other has become it since `listing`.
     fn claim(&self, rundir: &RunDir, uuid: Uuid, listing: Option<&Listing>) -> Result<(), StartError> {
-        let (store, identity) = (&self.resource.protect.store, self.resource.protect.identity.as_ref());
+        let (store, credentials) = (&self.resource.protect.store, self.resource.protect.credentials.as_ref());
         let vm = Vm { uuid, name: rundir.name().into() };
         let owner = Owner::here(&format!("start {}", rundir.name())).with(Guest::Booted);
         let only_if = listing.map(|listing| OnlyIf::Epoch(listing.epoch));
-        OwnerRecord::claim(rundir, store, identity, &vm, &owner, only_if)?;
+        OwnerRecord::claim(rundir, store, credentials, &vm, &owner, only_if)?;
         Ok(())
     }
 

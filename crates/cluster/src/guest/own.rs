@@ -99,7 +99,7 @@ fn boot(host: &Host, resource: &Resource, definition: &Path, listing: Option<&Li
     if definition.name != resource.name {
         return Err(StartError::Name { name: name.into(), found: definition.name.to_string() });
     }
-    let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
+    let (store, credentials) = (&resource.protect.store, resource.protect.credentials.as_ref());
     // A store belongs to one VM over all of its boots.
     let uuid = listing.map(|listing| listing.vm.uuid);
     // Redo logs are merged only if the store exists and needs none of them: an unmounted store appears empty, too.
@@ -108,7 +108,7 @@ fn boot(host: &Host, resource: &Resource, definition: &Path, listing: Option<&Li
     let booted = boot::start(host, vm, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
         let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
-        OwnerRecord::claim(rundir, store, identity, &vm, &owner, None)?;
+        OwnerRecord::claim(rundir, store, credentials, &vm, &owner, None)?;
         Ok::<_, StartError>(())
     });
     match booted {

@@ -5,7 +5,7 @@
 
 use super::DestinationReport;
 use super::stopped_state::StoppedState;
-use crate::identity_paths::IdentityPaths;
+use crate::credential_paths::CredentialPaths;
 use crate::recipe::Recipe;
 use rekindle_pages::PageRun;
 use rekindle_store::StoreUrl;
@@ -52,8 +52,9 @@ pub(super) struct Hello {
     /// When the store was created, in µs since 1970, if it exists: both hosts must reach the same store by its URL.
     #[serde(rename = "created_us")]
     pub store_created_us: Option<u64>,
-    /// Certificate, key and authority on the destination host, for a store on a server.
-    pub identity: Option<IdentityPaths>,
+    /// Files on the destination host with its credentials for the store.
+    #[serde(rename = "identity")]
+    pub credentials: Option<CredentialPaths>,
     /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
     /// Path of a QEMU on the destination host, to use instead of the definition's.

@@ -1,9 +1,9 @@
 //! `move.json` in the run directory: the data that recovery needs if a move is interrupted while the guest is stopped.
 
 use super::remote::RemoteHost;
-use crate::identity_paths::IdentityPaths;
+use crate::credential_paths::CredentialPaths;
+use rekindle_store::Credentials;
 use rekindle_store::StoreUrl;
-use rekindle_store::remote::Identity;
 use rekindle_store::types::Vm;
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,8 @@ pub(super) struct MoveRecord {
     pub remote: RemoteHost,
     /// The VM's store.
     pub store: StoreUrl,
-    identity: Option<IdentityPaths>,
+    #[serde(rename = "identity")]
+    credentials: Option<CredentialPaths>,
     /// The VM's identity in the store.
     pub vm: Vm,
     /// The owner epoch that has committed the guest's last checkpoint. The host that becomes the next owner has the
@@ -49,7 +50,7 @@ impl MoveRecord {
     pub(super) fn new(
         remote: RemoteHost,
         store: StoreUrl,
-        identity: Option<&Identity>,
+        credentials: Option<&Credentials>,
         vm: Vm,
         epoch: u64,
         run: Option<u64>,
@@ -60,7 +61,7 @@ impl MoveRecord {
             format: FORMAT,
             remote,
             store,
-            identity: identity.map(IdentityPaths::of),
+            credentials: credentials.and_then(CredentialPaths::of),
             vm,
             epoch,
             run,
@@ -74,9 +75,9 @@ impl MoveRecord {
         Self { epoch, run: Some(epoch), ..self }
     }
 
-    /// Returns this host's identity for a store on a server.
-    pub(super) fn identity(&self) -> Option<Identity> {
-        self.identity.as_ref().map(IdentityPaths::identity)
+    /// Returns this host's credentials for the store.
+    pub(super) fn credentials(&self) -> Option<Credentials> {
+        self.credentials.as_ref().map(CredentialPaths::credentials)
     }
 
     pub(super) fn write(&self, rundir: &RunDir) -> io::Result<()> {

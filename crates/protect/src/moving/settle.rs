@@ -47,17 +47,17 @@ enum GuestOwner {
 
 /// Queries the store and settles the decision: if the other host has not claimed the guest, claims it for this host.
 fn decide_owner(record: &mut MoveRecord, rundir: &RunDir) -> Result<GuestOwner, OwnError> {
-    let (store, identity, vm) = (&record.store, record.identity(), &record.vm);
+    let (store, credentials, vm) = (&record.store, record.credentials(), &record.vm);
     // Claims as an owner whose guest starts on this host: the other host may have become the owner in the same way.
     let owner = Owner::here(&format!("move {} back {}", vm.name, record.token)).with(Guest::Restored);
     let only_if = Some(record.run.map_or(OnlyIf::Epoch(record.epoch), |run| OnlyIf::Run { run }));
-    let epoch = match OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner, only_if) {
+    let epoch = match OwnerRecord::claim(rundir, store, credentials.as_ref(), vm, &owner, only_if) {
         Ok(fenced) => fenced.epoch,
         // The claim is this host's own, and is unrecorded because its answer was lost or the process was killed.
         Err(OwnError::Store(StoreError::Superseded { epoch, owner: newest, .. }))
             if !record.token.is_empty() && (&newest.operation, &newest.host) == (&owner.operation, &owner.host) =>
         {
-            OwnerRecord::new(store, identity.as_ref(), epoch).write(rundir)?;
+            OwnerRecord::new(store, credentials.as_ref(), epoch).write(rundir)?;
             epoch
         }
         Err(OwnError::Store(e)) if e.kind() == "superseded" => return Ok(GuestOwner::OtherHost),

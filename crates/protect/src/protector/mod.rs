@@ -22,8 +22,8 @@ use crate::target::{Target, TargetError};
 use control_loop::ControlLoop;
 use rekindle_life::attach::ProtectionLock;
 use rekindle_memory::directory::is_direct;
+use rekindle_store::Credentials;
 use rekindle_store::StoreUrl;
-use rekindle_store::remote::Identity;
 use rekindle_vm::host::Host;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::AtomicBool;
@@ -33,8 +33,8 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub struct ProtectSettings {
     pub store: StoreUrl,
-    /// This host's identity for a store on a server.
-    pub identity: Option<Identity>,
+    /// This host's credentials for the store.
+    pub credentials: Option<Credentials>,
     /// Interval from the start of one checkpoint to the start of the next.
     pub every: Duration,
     /// The policy; none: the best policy for the guest.

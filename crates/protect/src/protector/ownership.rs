@@ -29,7 +29,7 @@ pub(super) fn become_owner(
     let Some(record) = known_record else {
         let create = settings.create_store;
         let writer = Writer::open(&settings.store, &Options { guest: Guest::Booted, create, ..options.clone() })?;
-        let record = OwnerRecord::new(&settings.store, settings.identity.as_ref(), writer.epoch());
+        let record = OwnerRecord::new(&settings.store, settings.credentials.as_ref(), writer.epoch());
         record.write(target.rundir())?;
         return Ok((record, writer));
     };
@@ -52,7 +52,7 @@ pub(super) fn end_guest(record: &OwnerRecord, rundir: &RunDir, owner: &Owner) ->
 /// Returns whether the store that this host has written is missing, so that a new one can be started. If the path has
 /// another VM's store, this returns false, and opening that store fails later.
 fn store_is_missing(target: &Target, record: &OwnerRecord, settings: &ProtectSettings) -> Result<bool, ProtectError> {
-    match admin::listing(&settings.store, settings.identity.as_ref()) {
+    match admin::listing(&settings.store, settings.credentials.as_ref()) {
         Ok(listing) if listing.vm.uuid == target.identity().uuid => {
             let (name, store) = (target.name().into(), settings.store.to_string());
             Err(ProtectError::StoreExists { name, store, checkpoints: listing.checkpoints.len() })

@@ -53,7 +53,7 @@ impl<'a> CheckpointSeries<'a> {
     ) -> Result<Self, ProtectError> {
         let mut store_options = Options::new(target.identity(), operation);
         store_options.keep = settings.keep;
-        store_options.identity.clone_from(&settings.identity);
+        store_options.credentials.clone_from(&settings.credentials);
         let (owner_record, writer) = become_owner(target, settings, &store_options)?;
         store_options.only_if = Some(OnlyIf::Run { run: owner_record.run() });
         let progress = Progress::read(target.rundir())
@@ -220,7 +220,7 @@ impl<'a> CheckpointSeries<'a> {
     }
 
     fn read_options(&self, checkpoint: Option<u64>) -> ReadOptions {
-        ReadOptions { at: checkpoint, identity: self.settings.identity.clone(), ..ReadOptions::default() }
+        ReadOptions { at: checkpoint, credentials: self.settings.credentials.clone(), ..ReadOptions::default() }
     }
 
     /// Returns the writer. Reopens the store if the writer is closed.

@@ -65,8 +65,8 @@ impl ChosenCheckpoint<Recipe> {
 
     pub(crate) fn open_unchecked(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
         let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
-        let identity = request.identity.clone();
-        let which = ReadOptions { at: request.at, identity, lazy: true, spare, ..ReadOptions::default() };
+        let credentials = request.credentials.clone();
+        let which = ReadOptions { at: request.at, credentials, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let metadata = image.metadata()?;
@@ -129,13 +129,13 @@ pub(super) enum SmallBlockPages {
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
 /// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
 pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let Request { store, identity, move_claim, .. } = request;
+    let Request { store, credentials, move_claim, .. } = request;
     let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
     let Some(MoveClaim { owner_epoch, spare, .. }) = move_claim.as_deref() else {
-        return Ok(OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner("restore"), None)?.newest);
+        return Ok(OwnerRecord::claim(rundir, store, credentials.as_ref(), vm, &owner("restore"), None)?.newest);
     };
     let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
-    let fenced = OwnerRecord::claim_over(spare, rundir, store, identity.as_ref(), vm, &owner("move"), only_if)?;
+    let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials.as_ref(), vm, &owner("move"), only_if)?;
     owner_epoch.store(fenced.epoch, Ordering::SeqCst);
     Ok(fenced.newest)
 }

@@ -107,7 +107,7 @@ impl<'a> EarlyLoad<'a> {
         }
         let input = LoadInput { pages: Some(pages), ..input };
         let spare = SpareConnections::default();
-        spare.make(&request.store, request.identity.as_ref(), SPARE_CONNECTIONS)?;
+        spare.make(&request.store, request.credentials.as_ref(), SPARE_CONNECTIONS)?;
         Ok(Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks, spare })
     }
 

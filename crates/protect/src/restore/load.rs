@@ -15,8 +15,8 @@ use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::set_capabilities;
 use rekindle_qemu::vmm::{Vmm, log_tail};
+use rekindle_store::Credentials;
 use rekindle_store::StoreUrl;
-use rekindle_store::remote::Identity;
 use rekindle_vm::timeline::Phase;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -90,7 +90,7 @@ pub(crate) fn prepare(
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CheckpointSource<'a> {
     pub(crate) store: &'a StoreUrl,
-    pub(crate) identity: Option<&'a Identity>,
+    pub(crate) credentials: Option<&'a Credentials>,
     pub(crate) number: u64,
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn load_devices(
         other => other,
     })?;
     handover.recorder.step("load its devices");
-    loaded.stage.ram.record_fill(&handover.rundir, &vmm, source.store, source.identity)?;
+    loaded.stage.ram.record_fill(&handover.rundir, &vmm, source.store, source.credentials)?;
     Ok(BoostedDestination { loaded, boost })
 }
 
@@ -146,8 +146,8 @@ pub(super) fn load_and_resume(
     let hardware = handover.state.hardware.clone();
     let (rundir, origin) = (handover.rundir.clone(), empty.origin);
     let prepared = prepare(empty, input, &hardware, &mut handover)?;
-    let (store, identity) = (&request.store, request.identity.as_ref());
-    let source = CheckpointSource { store, identity, number: input.number };
+    let (store, credentials) = (&request.store, request.credentials.as_ref());
+    let source = CheckpointSource { store, credentials, number: input.number };
     let BoostedDestination { mut loaded, boost } = load_devices(prepared, source, &mut handover)?;
     if request.eager {
         loaded.stage.ram.hand_over_to_pager(&rundir);

@@ -35,7 +35,8 @@ use rekindle_qemu::command::{Disk, DiskOverlays, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::remote::{Identity, SpareConnections};
+use rekindle_store::Credentials;
+use rekindle_store::remote::SpareConnections;
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
@@ -59,8 +60,8 @@ const MAX_ATTEMPTS: usize = 3;
 #[derive(Debug, Clone)]
 pub struct Request {
     pub store: StoreUrl,
-    /// This host's identity for a store on a server.
-    pub identity: Option<Identity>,
+    /// This host's credentials for the store.
+    pub credentials: Option<Credentials>,
     /// Number of the checkpoint to restore; none: the newest.
     pub at: Option<u64>,
     /// Load all memory before the guest resumes.

@@ -18,8 +18,8 @@ use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::Feed;
 use rekindle_qemu::vmm::Vmm;
+use rekindle_store::Credentials;
 use rekindle_store::StoreUrl;
-use rekindle_store::remote::Identity;
 use rekindle_vm::journal::Operation;
 use rekindle_vm::rundir::RunDir;
 use std::fs::{File, OpenOptions};
@@ -145,12 +145,12 @@ impl OnDemandRam {
         rundir: &RunDir,
         vmm: &Vmm,
         store: &StoreUrl,
-        identity: Option<&Identity>,
+        credentials: Option<&Credentials>,
     ) -> Result<(), RestoreError> {
         let pager_lock = lock_pager(rundir)?;
         let info = self.input.image()?.info();
         let paged = self.input.paged.clone();
-        Fill::new(store.clone(), identity, info, vmm.clone(), &self.ram, paged).write(rundir)?;
+        Fill::new(store.clone(), credentials, info, vmm.clone(), &self.ram, paged).write(rundir)?;
         if let Some(connected) = &mut self.connected {
             connected.supply.pager_lock = Some(pager_lock);
         }

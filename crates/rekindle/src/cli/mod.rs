@@ -17,7 +17,7 @@ pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
-pub use store::{Store, StoreAt, StoreExport, StoreImport, StoreServe, Tls};
+pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 

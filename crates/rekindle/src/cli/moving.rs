@@ -1,6 +1,6 @@
 //! Arguments of `rekindle move`, and how another host is reached.
 
-use super::store::Tls;
+use super::store::StoreCredentials;
 use clap::Args;
 use rekindle_store::StoreUrl;
 use rekindle_vm::definition::Name;
@@ -19,7 +19,7 @@ pub struct Move {
     #[arg(long)]
     pub create_store: bool,
     #[command(flatten)]
-    pub tls: Tls,
+    pub credentials: StoreCredentials,
     /// A definition file on the other host to build the VM from [default: as on this host].
     #[arg(long, value_name = "FILE")]
     pub definition: Option<PathBuf>,

@@ -1,6 +1,6 @@
 //! Arguments of `rekindle protect`, `restore` and `pager`.
 
-use super::store::Tls;
+use super::store::StoreCredentials;
 use clap::{Args, ValueEnum};
 use rekindle_protect::policy::Policy;
 use rekindle_store::StoreUrl;
@@ -14,7 +14,7 @@ pub struct CheckpointOptions {
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     #[command(flatten)]
-    pub tls: Tls,
+    pub credentials: StoreCredentials,
     /// Time from one checkpoint to the next.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub every: Span,
@@ -86,7 +86,7 @@ pub struct Restore {
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     #[command(flatten)]
-    pub tls: Tls,
+    pub credentials: StoreCredentials,
     /// The number of the checkpoint [default: the newest].
     #[arg(long, value_name = "N")]
     pub at: Option<u64>,

@@ -1,4 +1,4 @@
-//! Arguments of `rekindle store`, and the TLS identity that all commands with a store have.
+//! Arguments of `rekindle store`, and the credentials that all commands with a store have.
 
 use clap::{Args, Subcommand};
 use rekindle_store::StoreUrl;
@@ -23,6 +23,16 @@ Examples:
   rekindle store init s3://checkpoints/web
   rekindle store init tls://backup:7001/web --cert host.pem --key host.key --ca ca.pem")]
     Init(StoreAt),
+    /// Create a key for encrypted stores.
+    ///
+    /// Needs: no file of that name.
+    ///
+    /// On success: the file exists, and only its owner can read it.
+    #[command(after_help = "\
+Examples:
+  rekindle store new-key /etc/rekindle/store.key
+  rekindle store new-key | vault kv put secret/rekindle key=-")]
+    NewKey(StoreNewKey),
     /// List the checkpoints of a store, its owner and its size on disk.
     #[command(after_help = "\
 Example:
@@ -85,9 +95,9 @@ Example:
     Serve(StoreServe),
 }
 
-/// The identity that a server sees.
-#[derive(Debug, Args)]
-pub struct Tls {
+/// What is needed to reach a store other than its address.
+#[derive(Debug, Clone, Args)]
+pub struct StoreCredentials {
     /// The certificate to present to a store on a server (PEM).
     #[arg(long, value_name = "FILE", requires_all = ["key", "ca"])]
     pub cert: Option<PathBuf>,
@@ -97,6 +107,12 @@ pub struct Tls {
     /// The authority that signed the server's certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "cert")]
     pub ca: Option<PathBuf>,
+    /// The keys of an encrypted store, in a file that only its owner can read (`rekindle store new-key FILE`).
+    #[arg(long, value_name = "FILE", conflicts_with = "key_command")]
+    pub key_file: Option<PathBuf>,
+    /// A command that prints the keys of an encrypted store, for /bin/sh.
+    #[arg(long, value_name = "COMMAND")]
+    pub key_command: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -104,7 +120,13 @@ pub struct StoreAt {
     /// The store: a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME.
     pub store: StoreUrl,
     #[command(flatten)]
-    pub tls: Tls,
+    pub credentials: StoreCredentials,
+}
+
+#[derive(Debug, Args)]
+pub struct StoreNewKey {
+    /// The file to create [default: write the key to standard output].
+    pub file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

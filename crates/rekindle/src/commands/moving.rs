@@ -2,7 +2,7 @@
 
 use super::dry_run::{self, PlannedAction};
 use super::interrupts;
-use super::store::identity;
+use super::store::credentials;
 use crate::cli::{self, Move};
 use crate::output::{Output, duration};
 use anyhow::{Context, Result};
@@ -23,7 +23,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
         remote: remote_host(&arguments.remote),
         store: absolute_store(&arguments.store)?,
         create_store: arguments.create_store,
-        identity: identity(&arguments.tls),
+        credentials: credentials(&arguments.credentials),
         definition: arguments.definition.clone(),
         qemu: arguments.qemu.clone(),
         connect: arguments.connect.clone(),

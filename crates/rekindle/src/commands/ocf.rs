@@ -4,7 +4,9 @@ use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
 use super::moving;
 use super::protect::protect_settings;
-use crate::cli::{CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
+use crate::cli::{
+    CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod, StoreCredentials,
+};
 use crate::output::{Output, Usage};
 use anyhow::Result;
 use clap::ValueEnum;
@@ -193,10 +195,13 @@ fn show_domain_config(output: &Output, arguments: &OcfResource, domain: &str) ->
 /// Returns the parameters of the resource, except for what the guest is.
 fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let path = |path: &PathBuf| path.display().to_string();
-    let CheckpointOptions { store, tls, every, policy, keep, disk_hook, output_commit } = &arguments.checkpoints;
+    let CheckpointOptions { store, credentials, every, policy, keep, disk_hook, output_commit } =
+        &arguments.checkpoints;
     let mut parameters = vec![("store", store.to_string())];
-    let tls = [("cert", &tls.cert), ("key", &tls.key), ("ca", &tls.ca)];
-    parameters.extend(tls.into_iter().filter_map(|(key, value)| Some((key, path(value.as_ref()?)))));
+    let StoreCredentials { cert, key, ca, key_file, key_command } = credentials;
+    let files = [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file)];
+    parameters.extend(files.into_iter().filter_map(|(name, value)| Some((name, path(value.as_ref()?)))));
+    parameters.extend(key_command.clone().map(|command| ("key_command", command)));
     parameters.push(("every", every.to_string()));
     parameters.push(("keep", keep.to_string()));
     parameters.extend(policy.map(|policy| ("policy", policy.to_string())));

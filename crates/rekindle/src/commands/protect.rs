@@ -1,7 +1,7 @@
 //! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
 use super::interrupts;
-use super::store::identity;
+use super::store::credentials;
 use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
 use crate::output::Output;
 use anyhow::Result;
@@ -20,7 +20,7 @@ pub(super) fn protect_settings(
 ) -> ProtectSettings {
     ProtectSettings {
         store: options.store.clone(),
-        identity: identity(&options.tls),
+        credentials: credentials(&options.credentials),
         every: options.every.as_duration(),
         policy: options.policy,
         keep: options.keep,

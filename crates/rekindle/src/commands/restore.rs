@@ -1,6 +1,6 @@
 //! `rekindle restore` resumes a guest from a checkpoint; `rekindle pager` loads the rest of its memory.
 
-use super::store::identity;
+use super::store::credentials;
 use super::{existing_run_dir, interrupts};
 use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
@@ -19,7 +19,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     let host = Host::open()?;
     let request = Request {
         store: arguments.store.clone(),
-        identity: identity(&arguments.tls),
+        credentials: credentials(&arguments.credentials),
         at: arguments.at,
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,

@@ -1,6 +1,6 @@
 //! `rekindle store`: creates, lists, verifies, compacts, exports, imports and serves stores of checkpoints.
 
-use crate::cli::{StoreAt, StoreExport, StoreImport, StoreServe, Tls};
+use crate::cli::{StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
 use crate::output::{Output, Usage, bytes, duration};
 use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
@@ -8,11 +8,12 @@ use comfy_table::{Table, presets};
 use rekindle_protect::save_image;
 use rekindle_store::admin;
 use rekindle_store::export as stream;
+use rekindle_store::keys::{KeySource, NewKey};
 use rekindle_store::listing::{ListedCheckpoint, Listing};
 use rekindle_store::remote::Identity;
 use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
-use rekindle_store::{Image, Options, ReadOptions, StoreError, Writer};
+use rekindle_store::{Credentials, Image, Options, ReadOptions, StoreError, Writer};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -27,21 +28,58 @@ use uuid::Uuid;
 const PAGE_BYTES: u64 = 4096;
 const READ_BUFFER_BYTES: usize = 1 << 20;
 
-/// Returns the TLS identity from the command line.
-pub(super) fn identity(tls: &Tls) -> Option<Identity> {
-    let Tls { cert: Some(cert), key: Some(key), ca: Some(ca) } = tls else { return None };
-    Some(Identity { cert: cert.clone(), key: key.clone(), ca: ca.clone() })
+/// Returns the credentials from the command line.
+pub(super) fn credentials(arguments: &StoreCredentials) -> Option<Credentials> {
+    let StoreCredentials { cert, key, ca, key_file, key_command } = arguments.clone();
+    let tls = match (cert, key, ca) {
+        (Some(cert), Some(key), Some(ca)) => Some(Identity { cert, key, ca }),
+        _ => None,
+    };
+    let keys = key_file.map(KeySource::File).or(key_command.map(KeySource::Command));
+    if tls.is_none() && keys.is_none() { None } else { Some(Credentials { tls, keys }) }
 }
 
 pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
-    admin::init(&arguments.store, identity(&arguments.tls).as_ref())?;
+    let credentials = credentials(&arguments.credentials);
+    if credentials.as_ref().is_some_and(|credentials| credentials.keys.is_some()) {
+        let text = "a new store has nothing to encrypt; leave out the key, and give it to the command that uses the store \
+                    first: the store is encrypted from then on";
+        return Err(Usage(text.into()).into());
+    }
+    admin::init(&arguments.store, credentials.as_ref())?;
     let text = format!("{}: new store created; to use it: rekindle protect NAME --store {0}", arguments.store);
     output.result(&json!({"store": arguments.store}), text)?;
     Ok(ExitCode::SUCCESS)
 }
 
+pub fn new_key(output: &Output, arguments: &StoreNewKey) -> Result<ExitCode> {
+    let key = NewKey::generate()?;
+    let Some(path) = &arguments.file else {
+        if io::stdout().is_terminal() {
+            let text = "standard output is a terminal: name a file, or write the key to a pipe";
+            return Err(Usage(text.into()).into());
+        }
+        if output.json() {
+            return Err(Usage("--json uses standard output: name a file for the key".into()).into());
+        }
+        io::stdout().write_all(key.line.as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    };
+    let name = || path.display().to_string();
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).with_context(name)?;
+    file.write_all(key.line.as_bytes()).and_then(|()| file.sync_all()).with_context(name)?;
+    let text = format!(
+        "{}: new key {}; keep a copy in a safe place: without it, no checkpoint can be restored; to use it: rekindle protect \
+         NAME --store STORE --key-file {0}",
+        path.display(),
+        key.id
+    );
+    output.result(&json!({"file": path, "key": key.id.to_string()}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 pub fn list(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
-    let listing = admin::listing(&arguments.store, identity(&arguments.tls).as_ref())?;
+    let listing = admin::listing(&arguments.store, credentials(&arguments.credentials).as_ref())?;
     output.result(&listing, describe(&listing))?;
     let is_damaged = listing.checkpoints.iter().any(|listed| listed.error.is_some());
     Ok(if is_damaged { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -82,7 +120,7 @@ fn describe(listing: &Listing) -> String {
 
 pub fn verify(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
     let bar = start_progress_bar(output, "verifying");
-    let result = admin::verified(&arguments.store, identity(&arguments.tls).as_ref(), &mut |done, total| {
+    let result = admin::verified(&arguments.store, credentials(&arguments.credentials).as_ref(), &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });
@@ -107,7 +145,7 @@ pub fn verify(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
 }
 
 pub fn compact(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
-    let freed = admin::compact(&arguments.store, identity(&arguments.tls).as_ref())?;
+    let freed = admin::compact(&arguments.store, credentials(&arguments.credentials).as_ref())?;
     output.result(&json!({"freed_bytes": freed}), format!("{} freed", bytes(freed)))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -122,7 +160,7 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     if is_to_stdout && io::stdout().is_terminal() {
         return usage("standard output is a terminal: write the stream to a file, --output FILE, or to a pipe");
     }
-    let options = ReadOptions { at: *at, identity: identity(&from.tls), ..ReadOptions::default() };
+    let options = ReadOptions { at: *at, credentials: credentials(&from.credentials), ..ReadOptions::default() };
     let image = Image::open(&from.store, &options)?;
     let bar = start_progress_bar(output, "exporting");
     let mut show_progress = |done, total| {
@@ -173,15 +211,15 @@ fn write_file<T>(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -
 
 pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     let StoreImport { to, file, create_store, keep, .. } = arguments;
-    let identity = identity(&to.tls);
-    let vm = importing_vm(arguments, identity.as_ref())?;
+    let credentials = credentials(&to.credentials);
+    let vm = importing_vm(arguments, credentials.as_ref())?;
     let input: Box<dyn Read> = if file == Path::new("-") {
         Box::new(io::stdin().lock())
     } else {
         Box::new(File::open(file).with_context(|| file.display().to_string())?)
     };
     let input = BufReader::with_capacity(READ_BUFFER_BYTES, input);
-    let options = Options { keep: *keep, identity, create: *create_store, ..Options::new(vm, "store import") };
+    let options = Options { keep: *keep, credentials, create: *create_store, ..Options::new(vm, "store import") };
     let mut writer = Writer::open(&to.store, &options)?;
     let bar = start_progress_bar(output, "importing");
     let imported = stream::import(&mut writer, input, &Value::Null, &mut |pages| {
@@ -206,9 +244,9 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
 }
 
 /// Returns the VM to which the imported checkpoint belongs: the store's, or the named one for a new store.
-fn importing_vm(arguments: &StoreImport, identity: Option<&Identity>) -> Result<Vm> {
+fn importing_vm(arguments: &StoreImport, credentials: Option<&Credentials>) -> Result<Vm> {
     let StoreImport { to, create_store, name, uuid, .. } = arguments;
-    match (admin::listing(&to.store, identity), name) {
+    match (admin::listing(&to.store, credentials), name) {
         (Ok(listing), None) => Ok(listing.vm),
         // The writer checks that this VM is the store's.
         (Ok(listing), Some(name)) => Ok(Vm { uuid: uuid.unwrap_or(listing.vm.uuid), name: name.to_string() }),

@@ -9,7 +9,8 @@ use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
-use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
+use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record, seal_frame};
+use crate::sealing::{FileIdentity, TAG_LEN};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_pages::PageNo;
 use std::sync::Arc;
@@ -37,30 +38,50 @@ impl Engine {
         let data_at = FRAME_HEADER_LEN + count * RECORD_LEN;
         let data_len = (frame.len() - data_at) as u32;
         let number = self.newest() + 1;
-        FrameHeader { kind: Kind::Pages, count: count as u32, data_len, number }.seal(frame);
-        self.make_room(checkpoint, frame.len() as u64)?;
-        let position = self.choose_segment(checkpoint, frame.len() as u64)?;
+        let header = FrameHeader { kind: Kind::Pages, count: count as u32, data_len, is_sealed: false, number };
+        header.finish(frame);
+        // Also the space for the tags of an encrypted frame.
+        let max_len = (frame.len() + (count + 1) * TAG_LEN) as u64;
+        self.make_room(checkpoint, max_len)?;
+        let position = self.choose_segment(checkpoint, max_len)?;
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
         if !checkpoint.written_segments.contains(&position) {
             checkpoint.written_segments.push(position);
         }
         let frame_offset = segment.next_frame_offset();
         segment.is_dirty = true;
+        let (store, name) = (self.store.disk.name(), segment.name());
+        let (header, records, frame) = match &segment.key {
+            Some(key) => {
+                let sealed = seal_frame(key, frame_offset, header, frame, &mut self.sealed_frame);
+                let (header, records) = sealed.map_err(|e| StoreError::io(store, &name, "encrypting pages", e))?;
+                (header, records, self.sealed_frame.as_slice())
+            }
+            None => (header, records, &*frame),
+        };
         if let Some(file) = &segment.file {
-            let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "writing pages", e);
+            let failed = |e| StoreError::io(store, &name, "writing pages", e);
             file.write_at(frame, frame_offset).map_err(failed)?;
             file.start_writeback(frame_offset, frame.len() as u64);
         }
         segment.end = frame_offset + frame.len() as u64;
         checkpoint.bytes += segment.end.next_multiple_of(4096) - frame_offset;
-        self.add_pending(checkpoint, &records, position, frame_offset);
+        self.add_pending(checkpoint, &records, position, frame_offset, header.data_offset());
         Ok(())
     }
 
-    /// Adds the pages of a frame, which was written at `frame_offset` of a segment, to the open checkpoint.
-    fn add_pending(&self, checkpoint: &mut OpenCheckpoint, records: &[Record], segment: usize, frame_offset: u64) {
+    /// Adds the pages of a frame, which was written at `frame_offset` of a segment and whose content begins at
+    /// `data_offset` of the frame, to the open checkpoint.
+    fn add_pending(
+        &self,
+        checkpoint: &mut OpenCheckpoint,
+        records: &[Record],
+        segment: usize,
+        frame_offset: u64,
+        data_offset: usize,
+    ) {
         let mut record_offset = frame_offset + FRAME_HEADER_LEN as u64;
-        let mut data_offset = record_offset + (records.len() * RECORD_LEN) as u64;
+        let mut data_offset = frame_offset + data_offset as u64;
         for record in records {
             // A page of zeroes has no content; its record gives it a location.
             let offset = if record.len == 0 { record_offset } else { data_offset };
@@ -124,13 +145,15 @@ impl Engine {
         let extent = SegmentExtent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
         let name = names::segment(extent.epoch, extent.number);
         self.next_segment += 1;
+        let identity = FileIdentity::Segment { epoch: extent.epoch, number: extent.number };
+        let (seal, key) = self.store.create_key(identity, &name)?.unzip();
         let file: Arc<dyn DurableFile> =
             self.store.disk.create(&name).map_err(self.store.failed(&name, "creating a segment"))?;
-        let header = segment::encode_header(self.store.id, extent.epoch, extent.number);
+        let header = segment::encode_header(self.store.id, extent.epoch, extent.number, seal);
         let written = file.write_at(&header, 0).map_err(self.store.failed(&name, "writing its header"));
         let added = written.and_then(|()| {
             let full = self.bad_blocks("it has too many segments");
-            self.pool.add(Segment::new(extent, role, file)).ok_or(full)
+            self.pool.add(Segment::new(extent, role, file, key)).ok_or(full)
         });
         if added.is_err() {
             let _ = self.store.disk.remove(&name);
@@ -179,7 +202,7 @@ fn check_frame(
         if checkpoint.block(record.block).is_none_or(|block| u64::from(record.page) >= block.pages()) {
             return Err("a page is outside of its block");
         }
-        if !record.is_plausible() {
+        if !record.is_plausible(0) {
             return Err("a page has an impossible length or digest");
         }
     }

@@ -9,6 +9,7 @@ use crate::error::{Result, StoreError};
 use crate::format::base::{self, BaseBlock, BaseIndex, HEADER_LEN, IndexEntry, PART_PAGES};
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
+use crate::sealing::{FileIdentity, FileKey, Seal};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
@@ -25,6 +26,8 @@ pub(super) struct BaseIndexWriter {
     /// Temporary name of the file.
     name: String,
     file: Arc<dyn DurableFile>,
+    /// Key of an encrypted base index.
+    seal: Option<(Seal, FileKey)>,
     /// Newest checkpoint when writing began.
     covers_through: u64,
     /// Committed bytes of each segment when writing began, by epoch and number.
@@ -54,12 +57,14 @@ impl Engine {
             return Ok(());
         }
         let name = names::new(names::INDEX, self.claim.epoch, &Uuid::new_v4().simple().to_string());
+        let seal = self.store.create_key(FileIdentity::BaseIndex { epoch: self.claim.epoch }, &name)?;
         let file = self.store.disk.create(&name).map_err(self.store.failed(&name, "creating a base index"))?;
         let extents = self.pool.iter().map(|(_, segment)| segment.extent);
         let committed = self.blocks.iter().filter(|state| !state.is_new).map(|state| &state.stored);
         self.base_index = Some(BaseIndexWriter {
             name,
             file,
+            seal,
             covers_through: self.newest(),
             covered: extents.map(|extent| ((extent.epoch, extent.number), extent.len)).collect(),
             blocks: committed.map(|stored| BaseBlock { number: stored.number, pages: stored.block.pages() }).collect(),
@@ -97,6 +102,8 @@ impl Engine {
 
     fn write_piece(&self, writer: &mut BaseIndexWriter) -> Result<bool> {
         let mut piece = Vec::new();
+        let failed = |e: io::Error| StoreError::io(self.store.disk.name(), &writer.name, "writing a base index", e);
+        let key = writer.seal.as_ref().map(|(_, key)| key);
         for _ in 0..PARTS_PER_PIECE {
             let Some(block) = writer.blocks.get(writer.next_block).copied() else { break };
             let first_page = writer.next_part * PART_PAGES;
@@ -114,10 +121,10 @@ impl Engine {
                     digest: state.digests.get(page),
                 })
             });
-            writer.part_checksums.push(base::encode_part(entries, &mut piece));
+            let checksum = base::encode_part(entries, writer.end, key, &mut piece).map_err(failed)?;
+            writer.part_checksums.push(checksum);
             writer.next_part += 1;
         }
-        let failed = |e: io::Error| StoreError::io(self.store.disk.name(), &writer.name, "writing a base index", e);
         writer.file.write_at(&piece, writer.end).map_err(failed)?;
         writer.file.start_writeback(writer.end, piece.len() as u64);
         writer.end += piece.len() as u64;
@@ -136,8 +143,9 @@ impl Engine {
             segments: self.pool.last_extents().iter().map(covered_extent).collect(),
             part_checksums: writer.part_checksums.clone(),
         };
-        let encoded = base.encode(self.store.id, writer.end);
         let failed = |doing| self.store.failed(&writer.name, doing);
+        let encoded =
+            base.encode(self.store.id, writer.end, writer.seal.as_ref()).map_err(failed("encrypting a base index"))?;
         writer.file.write_at(&encoded.trailer, writer.end).map_err(failed("writing a base index"))?;
         writer.file.write_at(&encoded.header, 0).map_err(failed("writing a base index"))?;
         writer.file.sync().map_err(failed("making a base index durable"))?;

@@ -15,10 +15,12 @@ use crate::format::entry::{self, Kind as EntryKind, Section};
 use crate::format::manifest::SegmentExtent;
 use crate::format::segment::{
     Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, Kind, ListedPage, MAX_DIRECTORY_BYTES, MAX_FRAME_PAGES,
-    RECORD_LEN,
+    RECORD_LEN, Record, seal_frame,
 };
 use crate::format::{Flaw, Structure, names};
+use crate::segments::OpenSegment;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of pages after which a frame of copied records is written.
@@ -67,8 +69,10 @@ struct OutputFrame {
 }
 
 impl OutputFrame {
+    /// Adds a page. `content` is decrypted.
     fn push(&mut self, page: &ListedPage, old: Location, content: &[u8]) {
-        self.records.extend_from_slice(&page.record.encode());
+        let record = Record { len: content.len() as u16, ..page.record };
+        self.records.extend_from_slice(&record.encode());
         self.numbers.extend_from_slice(&page.number.to_le_bytes());
         self.data.extend_from_slice(content);
         self.copied.push(CopiedRecord { block: page.record.block, page: page.record.page, old });
@@ -78,17 +82,17 @@ impl OutputFrame {
         self.copied.len() >= MAX_FRAME_PAGES || self.data.len() >= OUTPUT_FRAME_BYTES
     }
 
-    /// Returns the encoded frame. `newest` is the number of the newest checkpoint.
-    fn encode(&self, newest: u64) -> Vec<u8> {
+    /// Returns the encoded frame, not encrypted, with its header. `newest` is the number of the newest checkpoint.
+    fn encode(&self, newest: u64) -> (FrameHeader, Vec<u8>) {
         let (count, data_len) = (self.copied.len() as u32, self.data.len() as u32);
-        let header = FrameHeader { kind: Kind::Moved, count, data_len, number: newest };
+        let header = FrameHeader { kind: Kind::Moved, count, data_len, is_sealed: false, number: newest };
         let mut frame = vec![0; FRAME_HEADER_LEN];
         frame.reserve_exact(self.records.len() + self.numbers.len() + self.data.len());
         frame.extend_from_slice(&self.records);
         frame.extend_from_slice(&self.numbers);
         frame.extend_from_slice(&self.data);
-        header.seal(&mut frame);
-        frame
+        header.finish(&mut frame);
+        (header, frame)
     }
 }
 
@@ -142,17 +146,23 @@ struct VictimFrame {
     /// Offset of `data` in the file.
     data_offset: u64,
     data: Vec<u8>,
+    segment: Arc<OpenSegment>,
 }
 
 impl VictimFrame {
-    /// Returns the stored content of a page; `None` if the file ends before it.
-    fn content(&self, page: &ListedPage) -> Option<&[u8]> {
-        let len = usize::from(page.record.len);
+    /// Returns the stored content of a page, decrypted.
+    ///
+    /// # Errors
+    /// A text that describes what is wrong.
+    fn content(&mut self, page: &ListedPage) -> std::result::Result<&[u8], &'static str> {
+        let Record { digest, page: number, len, block } = page.record;
+        let len = usize::from(len);
         if len == 0 {
-            return Some(&[]);
+            return Ok(&[]);
         }
         let begin = page.offset.saturating_sub(self.data_offset) as usize;
-        self.data.get(begin..begin + len)
+        let stored = self.data.get_mut(begin..begin + len).ok_or("the file ends before the frame does")?;
+        self.segment.open_page(page.offset, block, number, digest, stored).map(|content| &*content)
     }
 }
 
@@ -308,19 +318,15 @@ impl Engine {
             compaction.start_next_victim();
             return Ok(true);
         };
-        let frame = self.read_victim_frame(extent, offset).inspect_err(|_| {
-            // The damaged segment is kept, so that no more data is lost.
-            if let Some(segment) = self.pool.get_mut(position) {
-                segment.is_damaged = true;
-            }
-        })?;
-        for page in &frame.pages {
+        let mut frame = self.read_victim_frame(extent, offset).inspect_err(|_| self.keep_damaged(position))?;
+        for page in &std::mem::take(&mut frame.pages) {
             let old = Location::new(position, page.offset, page.record.len);
             if !self.is_newest(page, old) && !compaction.needed.contains(&old) {
                 continue;
             }
-            let content = frame.content(page).ok_or_else(|| {
-                let flaw = Flaw::bad(Structure::FrameDirectory, offset, "the file ends before the frame does");
+            let content = frame.content(page).map_err(|what| {
+                self.keep_damaged(position);
+                let flaw = Flaw::bad(Structure::FrameDirectory, offset, what);
                 StoreError::flaw(self.store.name(), &names::segment(extent.epoch, extent.number), flaw)
             })?;
             compaction.frame.push(page, old, content);
@@ -332,17 +338,24 @@ impl Engine {
         Ok(true)
     }
 
+    /// Excludes a damaged segment from compactions. It is kept, so that no more data is lost.
+    fn keep_damaged(&mut self, position: usize) {
+        if let Some(segment) = self.pool.get_mut(position) {
+            segment.is_damaged = true;
+        }
+    }
+
     /// Reads the frame at `offset` of a segment.
     fn read_victim_frame(&self, extent: SegmentExtent, offset: u64) -> Result<VictimFrame> {
         let name = names::segment(extent.epoch, extent.number);
-        let file = self.open_segments.get(&self.store, extent)?;
-        let front = self.store.read_at(&file, &name, offset, MAX_DIRECTORY_BYTES)?;
-        let directory =
-            Directory::decode(&front, offset).map_err(|flaw| StoreError::flaw(self.store.name(), &name, flaw))?;
+        let segment = self.open_segments.get(&self.store, extent)?;
+        let mut front = self.store.read_at(&segment.file, &name, offset, MAX_DIRECTORY_BYTES)?;
+        let directory = Directory::decode(&mut front, offset, segment.key.as_ref())
+            .map_err(|flaw| StoreError::flaw(self.store.name(), &name, flaw))?;
         let header = directory.header;
         let data_offset = offset + header.data_offset() as u64;
-        let data = self.store.read_at(&file, &name, data_offset, header.data_len as usize)?;
-        Ok(VictimFrame { header, pages: directory.pages().collect(), data_offset, data })
+        let data = self.store.read_at(&segment.file, &name, data_offset, header.data_len as usize)?;
+        Ok(VictimFrame { header, pages: directory.pages().collect(), data_offset, data, segment })
     }
 
     /// Returns whether the record at `location` is the newest of its page.
@@ -361,18 +374,23 @@ impl Engine {
             None => *compaction.output.insert(self.create_segment(Role::Output)?),
         };
         let output = std::mem::take(&mut compaction.frame);
-        let frame = output.encode(self.newest());
+        let (mut header, mut frame) = output.encode(self.newest());
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
+        let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "moving pages", e);
         let frame_offset = segment.next_frame_offset();
-        segment.is_dirty = true;
-        segment.end = frame_offset + frame.len() as u64;
+        if let Some(key) = &segment.key {
+            let mut sealed = Vec::new();
+            (header, _) = seal_frame(key, frame_offset, header, &frame, &mut sealed).map_err(failed)?;
+            frame = sealed;
+        }
         if let Some(file) = &segment.file {
-            let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "moving pages", e);
             file.write_at(&frame, frame_offset).map_err(failed)?;
             file.start_writeback(frame_offset, frame.len() as u64);
         }
+        segment.is_dirty = true;
+        segment.end = frame_offset + frame.len() as u64;
         let mut record_offset = frame_offset + FRAME_HEADER_LEN as u64;
-        let mut data_offset = frame_offset + (frame.len() - output.data.len()) as u64;
+        let mut data_offset = frame_offset + header.data_offset() as u64;
         for CopiedRecord { block, page, old } in output.copied {
             let offset = if old.len() == 0 { record_offset } else { data_offset };
             let new = Location::new(position, offset, old.len());

@@ -167,6 +167,8 @@ pub(crate) struct Engine {
     /// Number of the newest log entry with a manifest; 0 if there is none.
     newest_manifest_entry: u64,
     pool: SegmentPool,
+    /// Buffer for an encrypted frame.
+    sealed_frame: Vec<u8>,
     /// Segments that are open for reading.
     open_segments: OpenSegments,
     blocks: Vec<BlockState>,
@@ -306,6 +308,10 @@ impl Engine {
             }
             segment.end = committed;
             segment.is_dirty = false;
+            if segment.key.is_some() {
+                // Its key was used with the nonces of these bytes, so nothing else may be written there.
+                segment.is_sound = false;
+            }
             // Truncating only frees space. If it fails, later frames overwrite the bytes.
             if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
                 tracing::debug!("cannot truncate a segment: {e}");

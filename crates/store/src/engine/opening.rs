@@ -8,34 +8,33 @@ use super::replaced::ReplacedRecords;
 use super::{BlockState, Engine, EngineSettings};
 use crate::checkpoints::{read_kept_entry, read_table};
 use crate::directory::StoreDirectory;
-use crate::disk::Disk;
 use crate::error::{Result, StoreError};
 use crate::format::manifest::{CheckpointTable, Manifest};
 use crate::format::{entry, names};
 use crate::index::{BaseIndexUse, Index};
+use crate::location::Storage;
 use crate::log;
 use crate::segments::OpenSegments;
 use crate::types::{OnlyIf, Owner, Vm};
 use rekindle_pages::{BlockId, PageNo};
-use std::sync::Arc;
 
 /// Longer entries of the log are no claims, so that they need not be read to find out.
 const MAX_CLAIM_BYTES: u64 = 1024;
 
 impl Engine {
-    /// Opens the store in `disk` and becomes its owner. With `only_if`, becomes the owner only if that condition holds,
+    /// Opens the store in `storage` and becomes its owner. With `only_if`, becomes the owner only if that condition holds,
     /// and creates nothing.
     pub fn open(
-        disk: Arc<dyn Disk>,
+        storage: impl Into<Storage>,
         vm: &Vm,
         owner: &Owner,
         only_if: Option<OnlyIf>,
         settings: EngineSettings,
     ) -> Result<Self> {
         let store = match only_if {
-            None => StoreDirectory::open_for(disk, vm, settings.create)?,
+            None => StoreDirectory::open_for(storage, vm, settings.create)?,
             // A condition cannot hold for a missing store. If a store is missing, its file system may not be mounted.
-            Some(_) => StoreDirectory::open(disk, Some(vm.uuid))?,
+            Some(_) => StoreDirectory::open(storage, Some(vm.uuid))?,
         };
         let (claim, tail) = log::claim(&store, owner, only_if)?;
         let mut engine = Self {
@@ -45,6 +44,7 @@ impl Engine {
             store,
             settings,
             pool: SegmentPool::default(),
+            sealed_frame: Vec::new(),
             open_segments: OpenSegments::default(),
             blocks: Vec::new(),
             next_block: 0,

@@ -8,6 +8,7 @@ use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
 use crate::format::segment::{HEADER_LEN, RECORD_LEN};
+use crate::sealing::FileKey;
 use rekindle_kernel::durable_file::DurableFile;
 use std::sync::Arc;
 
@@ -41,9 +42,11 @@ pub(crate) struct Segment {
     pub role: Role,
     /// Open while pages may be appended, and until the last sync.
     pub file: Option<Arc<dyn DurableFile>>,
+    /// Key of an encrypted segment, while pages may be appended.
+    pub key: Option<FileKey>,
     /// Bytes were written since the last sync.
     pub is_dirty: bool,
-    /// Pages may be appended. False after a failed sync.
+    /// Pages may be appended. False after a failed sync, and if an encrypted segment was truncated.
     pub is_sound: bool,
     /// Bytes of records that are the newest of their page.
     pub live: u64,
@@ -57,8 +60,8 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// Returns a segment that was just created.
-    pub fn new(extent: SegmentExtent, role: Role, file: Arc<dyn DurableFile>) -> Self {
-        Self { end: HEADER_LEN, role, file: Some(file), is_dirty: true, is_sound: true, ..Self::committed(extent) }
+    pub fn new(extent: SegmentExtent, role: Role, file: Arc<dyn DurableFile>, key: Option<FileKey>) -> Self {
+        Self { end: HEADER_LEN, role, file: Some(file), key, is_dirty: true, is_sound: true, ..Self::committed(extent) }
     }
 
     /// Returns a segment that the manifest lists.
@@ -68,6 +71,7 @@ impl Segment {
             end: extent.len,
             role: Role::Data,
             file: None,
+            key: None,
             is_dirty: false,
             is_sound: false,
             live: 0,

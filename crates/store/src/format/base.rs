@@ -3,15 +3,19 @@
 //! ```text
 //! header (4096 bytes) | parts: location and digest of each of 4096 pages of a block | trailer: blocks, segments, checksums
 //! ```
+//!
+//! In an encrypted store, each part and the trailer are sealed, and followed by a tag (16).
 
 use super::codec::{Reader, Writer};
 use super::manifest::SegmentExtent;
-use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
+use super::{ALIGNMENT, Flaw, SEALED_VERSION, Structure, VERSION, checksum};
+use crate::sealing::{FileKey, SEAL_LEN, Seal, TAG_LEN};
+use std::io;
 use uuid::Uuid;
 
 const MAGIC: &[u8; 8] = b"RKBASEIX";
-/// Bytes of the fields at the beginning of the header. The rest of the header is zero.
-pub const HEADER_FIELDS_LEN: usize = 80;
+/// Bytes of the fields at the beginning of the header of an encrypted base index. The rest of the header is zero.
+pub const HEADER_FIELDS_LEN: usize = 80 + SEAL_LEN;
 /// Bytes before the first part.
 pub const HEADER_LEN: u64 = ALIGNMENT;
 /// Number of pages in a part.
@@ -32,7 +36,7 @@ impl Location {
     /// Returns the location of `len` bytes at `offset` of the segment at position `segment` of a table.
     #[must_use]
     pub fn new(segment: usize, offset: u64, len: u16) -> Self {
-        debug_assert!(segment < Self::MAX_SEGMENTS && offset < super::segment::MAX_SEGMENT_BYTES && len <= 4096);
+        debug_assert!(segment < Self::MAX_SEGMENTS && offset < super::segment::MAX_SEGMENT_BYTES && len < 1 << 13);
         Self((segment as u64) << 40 | offset << 13 | u64::from(len))
     }
 
@@ -97,6 +101,19 @@ pub struct BaseIndex {
     pub part_checksums: Vec<u64>,
 }
 
+/// Returns the bytes of a part with `pages` pages in the file.
+#[must_use]
+pub fn part_len(pages: u64, is_sealed: bool) -> u64 {
+    pages * ENTRY_LEN as u64 + if is_sealed { TAG_LEN as u64 } else { 0 }
+}
+
+/// Returns the bytes of all parts of a block with `pages` pages in the file; `None` if there are too many.
+#[must_use]
+pub fn parts_len(pages: u64, is_sealed: bool) -> Option<u64> {
+    let tags = if is_sealed { parts(pages) * TAG_LEN as u64 } else { 0 };
+    pages.checked_mul(ENTRY_LEN as u64)?.checked_add(tags)
+}
+
 /// Returns the number of parts of a block with `pages` pages.
 #[must_use]
 pub fn parts(pages: u64) -> u64 {
@@ -104,9 +121,12 @@ pub fn parts(pages: u64) -> u64 {
 }
 
 impl BaseIndex {
-    /// Encodes header and trailer. The trailer's place in the file is `trailer_at`, after the parts.
-    #[must_use]
-    pub fn encode(&self, id: Uuid, trailer_at: u64) -> EncodedBase {
+    /// Encodes header and trailer. The trailer's place in the file is `trailer_at`, after the parts. With `seal`, the
+    /// base index is encrypted.
+    ///
+    /// # Errors
+    /// The trailer cannot be encrypted.
+    pub fn encode(&self, id: Uuid, trailer_at: u64, seal: Option<&(Seal, FileKey)>) -> io::Result<EncodedBase> {
         let mut trailer = Vec::new();
         trailer.put_u32(self.blocks.len() as u32);
         for block in &self.blocks {
@@ -121,20 +141,28 @@ impl BaseIndex {
         }
         trailer.put_u32(self.part_checksums.len() as u32);
         self.part_checksums.iter().for_each(|checksum| trailer.put_u64(*checksum));
-        let mut header = Vec::with_capacity(HEADER_LEN as usize);
-        header.extend_from_slice(MAGIC);
-        header.put_u32(VERSION);
-        header.put_u32(0);
-        header.extend_from_slice(id.as_bytes());
-        header.put_u64(self.covers_through);
-        header.put_u64(self.usable_from);
-        header.put_u64(trailer_at);
-        header.put_u64(trailer.len() as u64);
+        let fields = BaseHeader {
+            store: id,
+            covers_through: self.covers_through,
+            usable_from: self.usable_from,
+            trailer_at,
+            trailer_len: (trailer.len() + if seal.is_some() { TAG_LEN } else { 0 }) as u64,
+            trailer_checksum: 0,
+            seal: seal.map(|(seal, _)| *seal),
+        };
+        let mut header = fields.encode_context();
+        if let Some((_, key)) = seal {
+            let tag = key.seal(trailer_at, &header, &mut trailer)?;
+            trailer.extend_from_slice(&tag);
+        }
         header.put_u64(checksum(&trailer));
+        if let Some(seal) = fields.seal {
+            seal.encode(&mut header);
+        }
         let sum = checksum(&header);
         header.put_u64(sum);
         header.resize(HEADER_LEN as usize, 0);
-        EncodedBase { header, trailer }
+        Ok(EncodedBase { header, trailer })
     }
 
     /// Decodes the header from the first bytes of a file.
@@ -148,26 +176,28 @@ impl BaseIndex {
             let magic: [u8; 8] = reader.array()?;
             let version = reader.u32()?;
             reader.u32()?;
-            let found_id = Uuid::from_bytes(reader.array()?);
             let header = BaseHeader {
+                store: Uuid::from_bytes(reader.array()?),
                 covers_through: reader.u64()?,
                 usable_from: reader.u64()?,
                 trailer_at: reader.u64()?,
                 trailer_len: reader.u64()?,
                 trailer_checksum: reader.u64()?,
+                seal: if version == SEALED_VERSION { Some(Seal::decode(&mut reader)?) } else { None },
             };
-            Some((magic, version, found_id, header, reader.u64()?))
+            let summed = bytes.get(..bytes.len() - reader.rest().len())?;
+            Some((magic, version, header, summed, reader.u64()?))
         };
-        let (magic, version, found_id, header, sum) =
+        let (magic, version, header, summed, sum) =
             fields().ok_or_else(|| bad(bytes.len() as u64, "it is cut short"))?;
         if magic != *MAGIC {
             return Err(bad(0, "it has no magic number"));
         }
-        if bytes.get(..72).map(checksum) != Some(sum) {
-            return Err(bad(72, "its checksum is wrong"));
+        if checksum(summed) != sum {
+            return Err(bad(summed.len() as u64, "its checksum is wrong"));
         }
         Flaw::check_version(version)?;
-        if found_id != id {
+        if header.store != id {
             return Err(bad(16, "it belongs to another store"));
         }
         if header.trailer_len > MAX_TRAILER_BYTES || header.covers_through > header.usable_from {
@@ -176,15 +206,21 @@ impl BaseIndex {
         Ok(header)
     }
 
-    /// Decodes a base index, given its header and the bytes of its trailer.
+    /// Decodes a base index, given its header and the bytes of its trailer, which are decrypted in place.
     ///
     /// # Errors
     /// The trailer is damaged.
-    pub fn decode(header: &BaseHeader, trailer: &[u8]) -> Result<Self, Flaw> {
+    pub fn decode(header: &BaseHeader, trailer: &mut [u8], key: Option<&FileKey>) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::BaseTrailer, header.trailer_at, what);
         if trailer.len() as u64 != header.trailer_len || checksum(trailer) != header.trailer_checksum {
             return Err(bad("its checksum is wrong"));
         }
+        let trailer: &[u8] = match key {
+            Some(key) => key
+                .open(header.trailer_at, &header.encode_context(), trailer)
+                .ok_or(Flaw::not_authentic(Structure::BaseTrailer, header.trailer_at))?,
+            None => trailer,
+        };
         let mut reader = Reader::new(trailer);
         let mut fields = || {
             let mut base = Self {
@@ -217,6 +253,8 @@ impl BaseIndex {
 /// Header of a base index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BaseHeader {
+    /// ID of the store.
+    pub store: Uuid,
     /// Like [`BaseIndex::covers_through`].
     pub covers_through: u64,
     /// Like [`BaseIndex::usable_from`].
@@ -225,26 +263,66 @@ pub struct BaseHeader {
     pub trailer_at: u64,
     pub trailer_len: u64,
     pub trailer_checksum: u64,
+    /// Which key an encrypted base index is sealed with.
+    pub seal: Option<Seal>,
 }
 
-/// Appends the encoded part to `out`, and returns the part's checksum.
-pub fn encode_part(entries: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -> u64 {
+impl BaseHeader {
+    /// Returns the first fields of the encoded header, which are authenticated with the trailer.
+    fn encode_context(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEADER_LEN as usize);
+        out.extend_from_slice(MAGIC);
+        out.put_u32(if self.seal.is_some() { SEALED_VERSION } else { VERSION });
+        out.put_u32(0);
+        out.extend_from_slice(self.store.as_bytes());
+        out.put_u64(self.covers_through);
+        out.put_u64(self.usable_from);
+        out.put_u64(self.trailer_at);
+        out.put_u64(self.trailer_len);
+        out
+    }
+}
+
+/// Appends the encoded part to `out`, whose first byte will be at `offset` of the file, and returns the part's checksum.
+/// With `key`, the part is encrypted.
+///
+/// # Errors
+/// The part cannot be encrypted.
+pub fn encode_part(
+    entries: impl Iterator<Item = IndexEntry>,
+    offset: u64,
+    key: Option<&FileKey>,
+    out: &mut Vec<u8>,
+) -> io::Result<u64> {
     let begin = out.len();
     for entry in entries {
         out.put_u64(entry.location.0);
         out.put_u64(entry.digest);
     }
-    checksum(out.get(begin..).unwrap_or_default())
+    if let Some(key) = key {
+        let tag = key.seal(offset + begin as u64, &[], out.get_mut(begin..).unwrap_or_default())?;
+        out.extend_from_slice(&tag);
+    }
+    Ok(checksum(out.get(begin..).unwrap_or_default()))
 }
 
-/// Decodes a part. `offset` is that of the part in the file, for errors.
+/// Decodes a part, which is at `offset` of the file. With `key`, it is decrypted in place.
 ///
 /// # Errors
 /// The bytes do not have the checksum `expected`.
-pub fn decode_part(bytes: &[u8], expected: u64, offset: u64) -> Result<Box<[IndexEntry]>, Flaw> {
+pub fn decode_part(
+    bytes: &mut [u8],
+    expected: u64,
+    offset: u64,
+    key: Option<&FileKey>,
+) -> Result<Box<[IndexEntry]>, Flaw> {
     if checksum(bytes) != expected {
         return Err(Flaw::bad(Structure::BasePart, offset, "its checksum is wrong"));
     }
+    let bytes: &[u8] = match key {
+        Some(key) => key.open(offset, &[], bytes).ok_or(Flaw::not_authentic(Structure::BasePart, offset))?,
+        None => bytes,
+    };
     let number = |half: &[u8; 8]| u64::from_le_bytes(*half);
     let entries = bytes.as_chunks::<8>().0.as_chunks::<2>().0;
     Ok(entries
@@ -269,8 +347,10 @@ mod tests {
             segments,
             part_checksums: vec![1, 2, 3],
         };
-        let EncodedBase { header, trailer } = base.encode(id, 9999);
-        let read = |header: &[u8], trailer: &[u8]| BaseIndex::decode(&BaseIndex::decode_header(header, id)?, trailer);
+        let EncodedBase { header, trailer } = base.encode(id, 9999, None).unwrap();
+        let read = |header: &[u8], trailer: &[u8]| {
+            BaseIndex::decode(&BaseIndex::decode_header(header, id)?, &mut trailer.to_vec(), None)
+        };
         assert_eq!(read(&header, &trailer), Ok(base));
         assert!(BaseIndex::decode_header(&header, Uuid::nil()).is_err());
         for bit in 0..80 * 8 {
@@ -285,6 +365,12 @@ mod tests {
         }
     }
 
+    fn header_of(trailer: &[u8]) -> BaseHeader {
+        let (trailer_len, trailer_checksum) = (trailer.len() as u64, checksum(trailer));
+        let (store, seal) = (Uuid::nil(), None);
+        BaseHeader { store, covers_through: 0, usable_from: 0, trailer_at: 0, trailer_len, trailer_checksum, seal }
+    }
+
     proptest! {
         #[test]
         fn places_keep_what_they_are_made_of(segment in 0usize..1 << 24, offset in 0u64..1 << 27, len in 0u16..=4096) {
@@ -294,10 +380,11 @@ mod tests {
 
         #[test]
         fn no_bytes_make_a_base_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let mut bytes = bytes;
             let _ = BaseIndex::decode_header(&bytes, Uuid::nil());
-            let header = BaseHeader { covers_through: 0, usable_from: 0, trailer_at: 0, trailer_len: bytes.len() as u64, trailer_checksum: checksum(&bytes) };
-            let _ = BaseIndex::decode(&header, &bytes);
-            let _ = decode_part(&bytes, checksum(&bytes), 0);
+            let sum = checksum(&bytes);
+            let _ = BaseIndex::decode(&header_of(&bytes), &mut bytes, None);
+            let _ = decode_part(&mut bytes, sum, 0, None);
         }
     }
 }

@@ -346,7 +346,7 @@ mod tests {
             match flaw.unwrap_err() {
                 Flaw::Bad { structure, .. } if seen.contains(&structure) => {}
                 Flaw::Bad { structure, .. } => seen.push(structure),
-                Flaw::Newer { .. } => panic!("bit {bit}: a damaged version is taken for a newer one"),
+                other => panic!("bit {bit}: damage is taken for {other:?}"),
             }
         }
         let expected = [Structure::EntryHeader, Structure::Manifest, Structure::Devices, Structure::EntryFooter];

@@ -9,13 +9,18 @@ pub mod entry;
 pub mod manifest;
 pub mod names;
 pub mod page;
+pub mod sealed_entry;
 pub mod segment;
 pub mod superblock;
 
+use crate::sealing::KeyId;
 use std::fmt;
 
-/// Version of the format that this Rekindle writes, and the newest that it reads.
+/// Version of the format of stores without encryption.
 pub const VERSION: u32 = 1;
+
+/// Version of the format of encrypted stores, and the newest that this Rekindle reads.
+pub const SEALED_VERSION: u32 = 2;
 
 /// Alignment of data that one crash must not damage together: an interrupted write does not damage adjacent data that
 /// begins at another multiple of this size.
@@ -30,6 +35,8 @@ pub enum Structure {
     SegmentHeader,
     /// Header and directory of a frame. The directory lists the frame's pages.
     FrameDirectory,
+    /// A log entry of an encrypted store.
+    Entry,
     /// Beginning of a log entry: header and section table.
     EntryHeader,
     /// End of a log entry.
@@ -60,6 +67,7 @@ impl fmt::Display for Structure {
             Self::Superblock => "the superblock",
             Self::SegmentHeader => "the segment header",
             Self::FrameDirectory => "a frame's page directory",
+            Self::Entry => "the log entry",
             Self::EntryHeader => "the log entry's header",
             Self::EntryFooter => "the log entry's footer",
             Self::Claim => "the owner's claim",
@@ -84,6 +92,8 @@ pub enum Flaw {
         /// Newest version that this Rekindle knows.
         known: u32,
     },
+    /// The bytes are sealed with a key that was not given.
+    UnknownKey { key: KeyId },
     /// The bytes are damaged.
     Bad {
         structure: Structure,
@@ -98,9 +108,14 @@ impl Flaw {
         Self::Bad { structure, at, what }
     }
 
-    /// Rejects versions newer than [`VERSION`].
+    /// Returns the flaw of sealed bytes that were changed, or that were sealed for another place.
+    pub(crate) fn not_authentic(structure: Structure, at: u64) -> Self {
+        Self::bad(structure, at, "it was changed, or belongs to another place: its authentication fails")
+    }
+
+    /// Rejects versions newer than [`SEALED_VERSION`].
     pub(crate) fn check_version(found: u32) -> Result<(), Self> {
-        if found > VERSION { Err(Self::Newer { found, known: VERSION }) } else { Ok(()) }
+        if found > SEALED_VERSION { Err(Self::Newer { found, known: SEALED_VERSION }) } else { Ok(()) }
     }
 }
 

@@ -9,6 +9,7 @@ use crate::error::{Result, StoreError};
 use crate::format::base::{self, BaseIndex, HEADER_FIELDS_LEN, HEADER_LEN, IndexEntry, PART_PAGES};
 use crate::format::manifest::Manifest;
 use crate::format::{Flaw, Structure, names};
+use crate::sealing::{FileIdentity, FileKey};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
@@ -19,6 +20,8 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct LoadedBase {
     pub name: String,
     file: Arc<dyn DurableFile>,
+    /// Key of an encrypted base index.
+    key: Option<FileKey>,
     pub base: BaseIndex,
     /// Maps each position in the base index's segment table to the position in the manifest; `None` if the segment does
     /// not exist any more.
@@ -34,7 +37,7 @@ impl LoadedBase {
             files.iter().filter_map(|(name, len)| names::parse_base(name).map(|key| (key, *len))).collect();
         bases.sort_unstable();
         for ((log_number, epoch), len) in bases.into_iter().rev() {
-            match Self::load(store, manifest, number, &names::base(log_number, epoch), len) {
+            match Self::load(store, manifest, number, (log_number, epoch), len) {
                 Ok(Some(loaded)) => return Some(loaded),
                 Ok(None) => {}
                 Err(e) => tracing::warn!("{e}; rebuilding the index from the segments' directories"),
@@ -43,9 +46,16 @@ impl LoadedBase {
         None
     }
 
-    /// Loads the base index in the file `name`, of `len` bytes. Returns `None` if it is not usable for checkpoint
-    /// `number`, or was removed.
-    fn load(store: &StoreDirectory, manifest: &Manifest, number: u64, name: &str, len: u64) -> Result<Option<Self>> {
+    /// Loads the base index that the owner of an epoch wrote after a log entry, whose file has `len` bytes. Returns
+    /// `None` if it is not usable for checkpoint `number`, or was removed.
+    fn load(
+        store: &StoreDirectory,
+        manifest: &Manifest,
+        number: u64,
+        (log_number, epoch): (u64, u64),
+        len: u64,
+    ) -> Result<Option<Self>> {
+        let name = &names::base(log_number, epoch);
         let file = match store.disk.open(name) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(store.failed(name, "opening"))?,
@@ -59,9 +69,11 @@ impl LoadedBase {
         if header.trailer_at.checked_add(header.trailer_len).is_none_or(|end| end > len) {
             return Err(flawed(Flaw::bad(Structure::BaseHeader, 0, "the file is shorter than its header states")));
         }
-        let trailer = store.read_at(&file, name, header.trailer_at, header.trailer_len as usize)?;
-        let base = BaseIndex::decode(&header, &trailer).map_err(flawed)?;
-        if end_of_parts(&base) != Some(header.trailer_at) {
+        let identity = FileIdentity::BaseIndex { epoch };
+        let key = store.find_key(identity, header.seal, Structure::BaseHeader).map_err(flawed)?;
+        let mut trailer = store.read_at(&file, name, header.trailer_at, header.trailer_len as usize)?;
+        let base = BaseIndex::decode(&header, &mut trailer, key.as_ref()).map_err(flawed)?;
+        if end_of_parts(&base, key.is_some()) != Some(header.trailer_at) {
             let what = "its parts are not as long as its blocks";
             return Err(flawed(Flaw::bad(Structure::BaseTrailer, header.trailer_at, what)));
         }
@@ -74,7 +86,7 @@ impl LoadedBase {
         let positions_in_manifest =
             base.segments.iter().map(|extent| in_manifest.get(&(extent.epoch, extent.number)).copied()).collect();
         let parts = base.part_checksums.iter().map(|_| OnceLock::new()).collect();
-        Ok(Some(Self { name: name.to_owned(), file, base, positions_in_manifest, parts }))
+        Ok(Some(Self { name: name.to_owned(), file, key, base, positions_in_manifest, parts }))
     }
 
     /// Finds a block by its number in the store's records.
@@ -115,22 +127,24 @@ impl LoadedBase {
         let offset = self.part_offset(number);
         // All parts are full, except the last part of each block.
         let pages = (block.pages - part * PART_PAGES).min(PART_PAGES);
-        let bytes = store.read_at(&self.file, &self.name, offset, pages as usize * base::ENTRY_LEN)?;
-        let entries = base::decode_part(&bytes, *checksum, offset).map_err(flawed)?;
+        let len = base::part_len(pages, self.key.is_some());
+        let mut bytes = store.read_at(&self.file, &self.name, offset, len as usize)?;
+        let entries = base::decode_part(&mut bytes, *checksum, offset, self.key.as_ref()).map_err(flawed)?;
         Ok(loaded.get_or_init(|| entries))
     }
 
     /// Returns the offset of a part. The parts follow one another without gaps.
     fn part_offset(&self, number: usize) -> u64 {
+        let is_sealed = self.key.is_some();
         let mut block_offset = HEADER_LEN;
         let mut first_part = 0;
         for block in &self.base.blocks {
             let parts = base::parts(block.pages) as usize;
             if number < first_part + parts {
-                return block_offset + (number - first_part) as u64 * PART_PAGES * base::ENTRY_LEN as u64;
+                return block_offset + (number - first_part) as u64 * base::part_len(PART_PAGES, is_sealed);
             }
             first_part += parts;
-            block_offset += block.pages * base::ENTRY_LEN as u64;
+            block_offset += base::parts_len(block.pages, is_sealed).unwrap_or_default();
         }
         block_offset
     }
@@ -149,18 +163,17 @@ impl LoadedBase {
 }
 
 /// Returns the offset after the parts that the blocks of a base index need; `None` if it is too large.
-fn end_of_parts(base: &BaseIndex) -> Option<u64> {
-    let pages = base.blocks.iter().try_fold(0u64, |sum, block| sum.checked_add(block.pages))?;
-    pages.checked_mul(base::ENTRY_LEN as u64)?.checked_add(HEADER_LEN)
+fn end_of_parts(base: &BaseIndex, is_sealed: bool) -> Option<u64> {
+    let add_block = |end: u64, block: &base::BaseBlock| end.checked_add(base::parts_len(block.pages, is_sealed)?);
+    base.blocks.iter().try_fold(HEADER_LEN, add_block)
 }
 
 /// Checks that all base indices of the store can be read completely. Returns the error of each damaged base index.
 pub(crate) fn check_bases(store: &StoreDirectory, manifest: &Manifest) -> Result<Vec<StoreError>> {
     let mut errors = Vec::new();
     let files = store.disk.list(names::INDEX).map_err(store.failed(names::INDEX, "listing the directory"))?;
-    for (file, len) in files.into_iter().filter(|(file, _)| names::parse_base(file).is_some()) {
-        let name = format!("{}/{file}", names::INDEX);
-        let loaded = LoadedBase::load(store, manifest, u64::MAX, &name, len);
+    for (key, len) in files.into_iter().filter_map(|(file, len)| Some((names::parse_base(&file)?, len))) {
+        let loaded = LoadedBase::load(store, manifest, u64::MAX, key, len);
         let checked = loaded.and_then(|loaded| loaded.map_or(Ok(()), |loaded| loaded.check_parts(store)));
         // The owner may have removed a replaced base index meanwhile.
         errors.extend(checked.err().filter(|e| !e.is_not_found()));

@@ -158,6 +158,6 @@ fn index_blocks(table: &CheckpointTable, base: Option<&LoadedBase>) -> Vec<Index
 
 /// Checks the header of a segment and all its directories.
 pub(crate) fn check_segment(store: &StoreDirectory, extent: SegmentExtent) -> Result<()> {
-    let file = open_checked(store, extent)?;
-    for_each_frame(store, extent, &file, 0, |_, _| Ok(()))
+    let segment = open_checked(store, extent)?;
+    for_each_frame(store, extent, &segment, 0, |_, _| Ok(()))
 }

@@ -114,9 +114,9 @@ impl<'a> OverlayReader<'a> {
         if covered >= extent.len {
             return Ok(recent);
         }
-        let file = self.open_segments.get(self.store, extent)?;
+        let open_segment = self.open_segments.get(self.store, extent)?;
         let begin = covered.next_multiple_of(crate::format::ALIGNMENT);
-        for_each_frame(self.store, extent, &file, begin, |offset, directory| {
+        for_each_frame(self.store, extent, &open_segment, begin, |offset, directory| {
             if directory.header.kind == Kind::Pages {
                 if directory.header.number > self.checkpoint {
                     return Ok(());

@@ -2,7 +2,7 @@
 //! stopped.
 
 use super::connection::Connection;
-use super::identity::Identity;
+use crate::credentials::Credentials;
 use crate::error::Result;
 use crate::url::{Remote, StoreUrl};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,10 +31,10 @@ impl SpareConnections {
     ///
     /// # Errors
     /// [`crate::StoreError::Connection`] if connecting fails.
-    pub fn make(&self, url: &StoreUrl, identity: Option<&Identity>, count: usize) -> Result<()> {
+    pub fn make(&self, url: &StoreUrl, credentials: Option<&Credentials>, count: usize) -> Result<()> {
         let StoreUrl::Remote(server) = url else { return Ok(()) };
         for _ in 0..count {
-            let connection = super::connect(server, identity)?;
+            let connection = super::connect(server, Credentials::tls_of(credentials))?;
             self.lock().push(SpareConnection { opened_at: Instant::now(), server: server.clone(), connection });
         }
         Ok(())

@@ -174,12 +174,12 @@ fn what_cannot_be_opened_is_named() {
     // A newer version with a correct checksum.
     let newer = disk.copy();
     newer.change(names::SUPERBLOCK, |block| {
-        block[16] = 2;
+        block[16] = 3;
         let (content, sum) = block.split_last_chunk_mut::<8>().unwrap();
         *sum = crate::format::checksum(content).to_le_bytes();
     });
     let e = image(&newer, None).unwrap_err();
-    assert!(matches!(e, StoreError::Newer { found: 2, known: 1, .. }), "{e}");
+    assert!(matches!(e, StoreError::Newer { found: 3, known: 2, .. }), "{e}");
     // A store of another VM.
     let e = StoreDirectory::open(Arc::new(disk.copy()), Some(uuid::Uuid::from_u128(1))).unwrap_err();
     assert!(matches!(&e, StoreError::OtherVm { found, .. } if found.name == "web"), "{e}");

@@ -1,6 +1,8 @@
 //! The disks of the tests: a disk in memory that can lose power, and an object store in memory ([`super::objects`]).
 
 use crate::disk::Disk;
+use crate::location::Storage;
+use crate::sealing::{KeyRing, MasterKey};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_testing::crash_disk::{CrashDisk, Meanwhile, OUTSIDE};
 use std::io;
@@ -47,7 +49,7 @@ pub trait TestDisk: Default + Clone + Send + 'static {
     const COMMIT_STEPS: usize;
     const COMPACTION_STEPS: usize;
     /// Returns the disk as a process sees it that opens it now.
-    fn shared(&self) -> Arc<dyn Disk>;
+    fn shared(&self) -> Storage;
     /// Returns a handle that [`TestDisk::interrupt`] affects separately.
     fn handle(&self) -> Self;
     /// Does `work` before the `after`-th step from now on through this handle.
@@ -60,8 +62,8 @@ impl TestDisk for CrashDisk {
     const COMMIT_STEPS: usize = 8;
     const COMPACTION_STEPS: usize = 12;
 
-    fn shared(&self) -> Arc<dyn Disk> {
-        Arc::new(self.clone())
+    fn shared(&self) -> Storage {
+        Arc::new(self.clone()).into()
     }
 
     fn handle(&self) -> Self {
@@ -74,5 +76,35 @@ impl TestDisk for CrashDisk {
 
     fn names(&self) -> Vec<String> {
         Self::names(self).into_iter().collect()
+    }
+}
+
+/// A disk whose store is encrypted.
+#[derive(Debug, Clone, Default)]
+pub struct Encrypted<D>(pub D);
+
+/// Returns the keys whose bytes all have these values.
+pub fn keys(values: &[u8]) -> Arc<KeyRing> {
+    Arc::new(KeyRing::new(values.iter().map(|value| MasterKey::new([*value; 32])).collect()).unwrap())
+}
+
+impl<D: TestDisk> TestDisk for Encrypted<D> {
+    const COMMIT_STEPS: usize = D::COMMIT_STEPS;
+    const COMPACTION_STEPS: usize = D::COMPACTION_STEPS;
+
+    fn shared(&self) -> Storage {
+        Storage { keys: Some(keys(&[1])), ..self.0.shared() }
+    }
+
+    fn handle(&self) -> Self {
+        Self(self.0.handle())
+    }
+
+    fn interrupt(&self, after: usize, work: Meanwhile) {
+        self.0.interrupt(after, work);
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.0.names()
     }
 }

@@ -1,10 +1,12 @@
 //! A disk that is full or fails at every step, and the disk space that a store uses.
 
+use super::disk::TestDisk;
 use super::model::{Change, Model, open};
 use crate::error::StoreError;
 use rekindle_pages::PAGE_SIZE;
 use rekindle_testing::crash_disk::{CrashDisk, Step, StepFailures};
 use rustix::io::Errno;
+use std::convert::identity;
 
 /// Returns change `n` of a fixed history. Changes overlap in their 14 pages, so that later ones replace records of
 /// earlier ones. Some pages are zero (kind 0).
@@ -14,12 +16,13 @@ fn change(n: u64) -> Change {
 }
 
 /// For each step of three checkpoints and a compaction: lets `count` steps from it on fail with `error`.
-fn walk(error: Errno, half: bool, count: usize) {
+pub fn walk<D: TestDisk>(store_on: fn(CrashDisk) -> D, error: Errno, half: bool, count: usize) {
     for keep in [1, 2] {
         for after in 0.. {
             let disk = CrashDisk::default();
+            let store = store_on(disk.clone());
             let mut model = Model { keep, ..Model::default() };
-            let mut engine = open(&disk, keep).unwrap();
+            let mut engine = open(&store, keep).unwrap();
             model.commit(&mut engine, &change(0)).unwrap();
             disk.fail_steps(StepFailures { after, error, half, count });
             let mut failures = 0;
@@ -46,23 +49,23 @@ fn walk(error: Errno, half: bool, count: usize) {
                 Err(StoreError::Closed { why, .. }) => {
                     assert!(why.contains("log"), "{why}");
                     drop(engine);
-                    engine = open(&disk, keep).unwrap();
+                    engine = open(&store, keep).unwrap();
                     // The last entry may have been written.
                     if engine.newest() > model.newest() {
                         continue;
                     }
-                    model.check(&disk);
+                    model.check(&store);
                     model.commit(&mut engine, &change(5)).unwrap();
                 }
                 Err(e) => panic!("{e}"),
             }
             engine.remove_obsolete_files();
-            model.check(&disk);
+            model.check(&store);
             drop(engine);
-            let mut engine = open(&disk, keep).unwrap();
-            model.check(&disk);
+            let mut engine = open(&store, keep).unwrap();
+            model.check(&store);
             model.commit(&mut engine, &change(6)).unwrap();
-            model.check(&disk);
+            model.check(&store);
             if all_passed {
                 // No step has failed in this pass: all steps were tried. There are more than 40.
                 assert!(after > 40 && failures == 0);
@@ -83,14 +86,14 @@ fn check_error(e: &StoreError, error: Errno) {
 
 #[test]
 fn a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else() {
-    walk(Errno::NOSPC, false, usize::MAX);
-    walk(Errno::NOSPC, true, 1);
+    walk(identity, Errno::NOSPC, false, usize::MAX);
+    walk(identity, Errno::NOSPC, true, 1);
 }
 
 #[test]
 fn a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else() {
-    walk(Errno::IO, true, usize::MAX);
-    walk(Errno::IO, false, 1);
+    walk(identity, Errno::IO, true, usize::MAX);
+    walk(identity, Errno::IO, false, 1);
 }
 
 #[test]

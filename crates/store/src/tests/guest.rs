@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 /// Returns an unused store.
 fn new_store<D: TestDisk>() -> D {
     let disk = D::default();
-    StoreDirectory::init(&disk.shared()).unwrap();
+    StoreDirectory::init(&disk.shared().disk).unwrap();
     disk
 }
 

@@ -4,6 +4,7 @@ mod crash;
 mod creating;
 mod damage;
 mod disk;
+mod encrypted;
 mod epoch;
 mod full;
 mod guest;

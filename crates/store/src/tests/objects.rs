@@ -5,10 +5,10 @@ use super::disk::TestDisk;
 use super::model::{Change, Model, open, open_as, vm};
 use super::{epoch, guest, history};
 use crate::directory::StoreDirectory;
-use crate::disk::Disk;
 use crate::error::StoreError;
 use crate::format::names;
 use crate::listing::list;
+use crate::location::Storage;
 use crate::objects::ObjectDisk;
 use crate::verify::verify;
 use async_trait::async_trait;
@@ -186,8 +186,9 @@ impl TestDisk for MemoryObjects {
     const COMMIT_STEPS: usize = 4;
     const COMPACTION_STEPS: usize = 5;
 
-    fn shared(&self) -> Arc<dyn Disk> {
-        Arc::new(ObjectDisk::with(Arc::new(self.clone()), "site/web", "s3://memory/site/web".into()).unwrap())
+    fn shared(&self) -> Storage {
+        let objects = Arc::new(self.clone());
+        Arc::new(ObjectDisk::with(objects, "site/web", "s3://memory/site/web".into()).unwrap()).into()
     }
 
     fn handle(&self) -> Self {
@@ -372,7 +373,7 @@ fn a_request_that_is_carried_out_late_changes_nothing_that_counts() {
 #[test]
 fn a_server_that_ignores_conditions_is_rejected() {
     let disk = MemoryObjects { ignores_conditions: true, ..MemoryObjects::default() };
-    let e = StoreDirectory::init(&disk.shared()).unwrap_err();
+    let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
     assert!(std::error::Error::source(&e).unwrap().to_string().contains("ignores the condition"), "{e}");
     // Nothing that counts was written.
     assert_eq!(disk.names(), [names::EXCLUSIVE]);
@@ -388,12 +389,12 @@ fn a_server_that_ignores_conditions_is_rejected() {
 #[test]
 fn an_unused_store_is_created_once() {
     let disk = MemoryObjects::default();
-    StoreDirectory::init(&disk.shared()).unwrap();
-    let again = StoreDirectory::init(&disk.shared());
+    StoreDirectory::init(&disk.shared().disk).unwrap();
+    let again = StoreDirectory::init(&disk.shared().disk);
     assert!(matches!(again, Err(StoreError::Exists { vm: None, .. })));
     drop(open(&disk, 2).unwrap());
     assert!(!disk.names().contains(&names::UNUSED.to_owned()));
-    assert!(matches!(StoreDirectory::init(&disk.shared()), Err(StoreError::Exists { vm: Some(_), .. })));
+    assert!(matches!(StoreDirectory::init(&disk.shared().disk), Err(StoreError::Exists { vm: Some(_), .. })));
 }
 
 #[test]
@@ -405,7 +406,7 @@ fn a_prefix_with_other_objects_is_rejected() {
         .now_or_never()
         .unwrap()
         .unwrap();
-    let e = StoreDirectory::init(&disk.shared()).unwrap_err();
+    let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
     assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "photos"), "{e}");
     assert_eq!(disk.names(), ["photos/1.jpeg"]);
 }
@@ -456,7 +457,7 @@ fn of_owners_that_claim_concurrently_each_has_an_epoch_of_its_own() {
 
 #[test]
 fn an_object_is_read_in_any_pieces() {
-    let disk = MemoryObjects::default().shared();
+    let disk = MemoryObjects::default().shared().disk;
     let content: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let file = disk.create("segments/x").unwrap();
     file.write_at(&content[1000..], 1000).unwrap();

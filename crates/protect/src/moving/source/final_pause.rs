@@ -156,11 +156,11 @@ impl FinalPause<'_> {
             None => checkpoint_failed(rundir.name(), e),
         })?;
         fault::point("move.suspend.committed", Some(vmm), None);
-        let MoveSettings { remote, store, identity, .. } = self.settings;
+        let MoveSettings { remote, store, credentials, .. } = self.settings;
         let run = OwnerRecord::read(rundir)?.map(|record| record.run());
         let (epoch, number) = (last.epoch, last.report.number);
         let vm = self.target.identity();
-        let record = MoveRecord::new(remote.clone(), store.clone(), identity.as_ref(), vm, epoch, run, number);
+        let record = MoveRecord::new(remote.clone(), store.clone(), credentials.as_ref(), vm, epoch, run, number);
         record.write(rundir).map_err(|source| MoveError::File { path: rundir.file("move.json"), source })?;
         disks::end(rundir, &self.held.state.hardware)?;
         session.release_overlays();

@@ -16,7 +16,7 @@ use super::domain::SourceDomain;
 use super::protocol::{Answer, Hello, Message, MovingDomain, VERSION};
 use super::remote::Connection;
 use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
-use crate::identity_paths::IdentityPaths;
+use crate::credential_paths::CredentialPaths;
 use crate::owned::OwnerRecord;
 use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
 use crate::recipe::permission;
@@ -26,8 +26,8 @@ use precopy::PrecopiedGuest;
 use rekindle_kernel::process::Process;
 use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_qemu::hold::OutputHold;
+use rekindle_store::Credentials;
 use rekindle_store::listing::Listing;
-use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
@@ -61,8 +61,8 @@ pub struct MoveSettings {
     pub store: StoreUrl,
     /// Create the store if there is none.
     pub create_store: bool,
-    /// The identity of both hosts for a store on a server.
-    pub identity: Option<Identity>,
+    /// The credentials of both hosts for the store, in the same files.
+    pub credentials: Option<Credentials>,
     /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
     /// Path of a QEMU on the destination host, to use instead of the definition's.
@@ -152,7 +152,7 @@ fn protect_settings(settings: &MoveSettings, is_domain: bool, listing: Option<&L
     let kept = listing.map_or(0, |listing| listing.checkpoints.len()).max(MIN_KEPT_CHECKPOINTS);
     ProtectSettings {
         store: settings.store.clone(),
-        identity: settings.identity.clone(),
+        credentials: settings.credentials.clone(),
         every: Duration::ZERO,
         policy: None,
         keep: u32::try_from(kept).unwrap_or(u32::MAX),
@@ -224,7 +224,7 @@ fn check_options(name: &Name, settings: &MoveSettings, is_domain: bool) -> Resul
 /// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the
 /// first in it.
 fn list_store(settings: &MoveSettings, rundir: &RunDir) -> Result<Option<Listing>, MoveError> {
-    let e = match admin::listing(&settings.store, settings.identity.as_ref()) {
+    let e = match admin::listing(&settings.store, settings.credentials.as_ref()) {
         Ok(listing) => return Ok(Some(listing)),
         Err(e) if e.is_no_store() => e,
         Err(e) => return Err(e.into()),
@@ -260,7 +260,7 @@ fn greet(
         recipe,
         store: settings.store.clone(),
         store_created_us,
-        identity: settings.identity.as_ref().map(IdentityPaths::of),
+        credentials: settings.credentials.as_ref().and_then(CredentialPaths::of),
         definition: settings.definition.clone(),
         qemu: settings.qemu.clone(),
         hold_output: output_is_held(target)?,

@@ -26,8 +26,8 @@ mod connection;
 use super::DestinationReport;
 use super::protocol::{Answer, Go, Hello, Message, MovingDomain, Running, VERSION};
 use super::stopped_state::StoppedState;
+use crate::credential_paths::CredentialPaths;
 use crate::error::with_causes;
-use crate::identity_paths::IdentityPaths;
 use crate::recipe::permission::Permission;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::concurrent::{EarlyLoad, SentState};
@@ -162,7 +162,7 @@ struct IncomingVm<'a> {
 impl<'a> IncomingVm<'a> {
     /// Checks whether the VM can run on this host. Creates nothing.
     fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
-        let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, domain, .. } =
+        let Hello { name, recipe, store, store_created_us, credentials, definition, qemu, hold_output, domain, .. } =
             hello;
         // The source host names these. Both are this host's own only if its configuration or its owner has chosen them.
         definition.as_deref().map_or(Ok(()), require_own_file)?;
@@ -172,9 +172,13 @@ impl<'a> IncomingVm<'a> {
         if let Some(other) = definition.as_ref().map(|definition| &definition.name).filter(|other| **other != name) {
             return Err(format!("the definition on the other host is of the VM {other}, not of {name}"));
         }
-        let identity = identity.as_ref().map(IdentityPaths::identity);
+        if let Some(command) = credentials.as_ref().and_then(CredentialPaths::key_command) {
+            // The other host must not be able to run commands here.
+            return Err(format!("a move cannot use the key command `{command}`; use a key file (--key-file)"));
+        }
+        let credentials = credentials.as_ref().map(CredentialPaths::credentials);
         if let Some(created_us) = store_created_us {
-            let listing = admin::listing(&store, identity.as_ref()).map_err(|e| with_causes(&e))?;
+            let listing = admin::listing(&store, credentials.as_ref()).map_err(|e| with_causes(&e))?;
             if listing.created_us != created_us {
                 return Err(format!(
                     "{store} is a different store there; both hosts must reach the same store by that URL"
@@ -183,7 +187,7 @@ impl<'a> IncomingVm<'a> {
         }
         let request = Request {
             store,
-            identity,
+            credentials,
             at: None,
             eager: false,
             // A domain is defined by its XML.

@@ -314,7 +314,7 @@ impl Restore<'_> {
             require_same_processors(&mut qmp, &hardware, checkpoint)?;
             if let Some(ram) = &mut ram {
                 ram.verify(GuestRam::of(&mut qmp, vmm.process())?)?;
-                ram.record_fill(self.rundir, vmm, &request.store, request.identity.as_ref())?;
+                ram.record_fill(self.rundir, vmm, &request.store, request.credentials.as_ref())?;
             }
             overlays.locate(&mut qmp, vmm)?;
             if let Some(move_claim) = &request.move_claim {

@@ -201,7 +201,7 @@ fn no_message_of_a_client_harms_the_server_or_the_store() {
         assert!(!matches!(text, Ok(Some((kind, _))) if kind != Kind::Failure));
     }
     check(&Image::open(&store_url, &read_options(&client)).unwrap(), 1);
-    assert!(admin::verified(&store_url, Some(&client), &mut |_, _| {}).unwrap().is_good());
+    assert!(admin::verified(&store_url, Some(&client.clone().into()), &mut |_, _| {}).unwrap().is_good());
     // A greeting with another protocol version is rejected.
     let StoreUrl::Remote(remote) = store_url else { panic!("not a server") };
     let mut connection = Connection::connect(&remote, Some(&client)).unwrap();

@@ -2,6 +2,7 @@
 
 use super::{Authority, CuttingProxy, PAGES, RAM, RunningServer, check, commit, options, read_options, url};
 use crate::admin;
+use crate::credentials::Credentials;
 use crate::error::StoreError;
 use crate::reader::{Image, ReadOptions};
 use crate::remote::server::{Server, Timeouts};
@@ -75,7 +76,7 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
     proxy.remaining_bytes.store(0, Ordering::SeqCst);
     assert!(matches!(commit(&mut writer, 9), Err(StoreError::Connection { .. })));
     proxy.remaining_bytes.store(i64::MAX, Ordering::SeqCst);
-    admin::fence(&store_url, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
+    admin::fence(&store_url, &vm(), &Owner::here("restore web"), None, Some(&client.clone().into())).unwrap();
     let e = commit(&mut writer, 9).unwrap_err();
     assert!(owner_of(&e).is_some_and(|(_, _, operation)| operation == "restore web"), "{e}");
 }
@@ -96,7 +97,7 @@ fn a_spare_connection_is_used_once_and_for_its_server_only() {
     };
     let refused = |e: StoreError| matches!(e, StoreError::Connection { source: ConnectionError::NoIdentity, .. });
     assert!(refused(open(&spare).unwrap_err()));
-    spare.make(&store_url, Some(&client), 2).unwrap();
+    spare.make(&store_url, Some(&client.clone().into()), 2).unwrap();
     check(&open(&spare).unwrap(), 1);
     let owner = Owner::here("move web").with(Guest::Restored);
     let fence = |to: &StoreUrl| admin::fence_over(&spare, to, &vm(), &owner, Some(OnlyIf::Epoch(1)), None);
@@ -105,7 +106,7 @@ fn a_spare_connection_is_used_once_and_for_its_server_only() {
     assert_eq!(fence(&store_url).unwrap().epoch, 2);
     assert!(refused(open(&spare).unwrap_err()), "there were two");
     // A spare connection to a server that has stopped is not usable.
-    spare.make(&store_url, Some(&client), 1).unwrap();
+    spare.make(&store_url, Some(&client.clone().into()), 1).unwrap();
     drop(running);
     assert!(matches!(open(&spare).unwrap_err(), StoreError::Connection { .. }));
     spare.make(&StoreUrl::Directory(directory.path().join("web")), None, 2).unwrap();
@@ -120,11 +121,11 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
     let running = RunningServer::new(directory.path(), &good, Timeouts::default());
     let store_url = url(running.address, "web");
     let message = |store_url: &StoreUrl, identity: Option<Identity>| {
-        let e = admin::listing(store_url, identity.as_ref()).unwrap_err();
+        let e = admin::listing(store_url, identity.map(Credentials::from).as_ref()).unwrap_err();
         let StoreError::Connection { source, .. } = e else { panic!("{e}") };
         source.to_string()
     };
-    let listed = admin::listing(&store_url, Some(&client)).unwrap_err();
+    let listed = admin::listing(&store_url, Some(&client.clone().into())).unwrap_err();
     assert_eq!(listed.kind(), "not-a-store", "{listed}");
     for (identity, words) in [
         (None, ["--cert", "--key"]),

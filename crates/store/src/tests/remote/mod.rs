@@ -126,11 +126,11 @@ fn url(address: SocketAddr, name: &str) -> StoreUrl {
 }
 
 fn options(identity: &Identity, operation: &str) -> Options {
-    Options { keep: 3, identity: Some(identity.clone()), create: true, ..Options::new(vm(), operation) }
+    Options { keep: 3, credentials: Some(identity.clone().into()), create: true, ..Options::new(vm(), operation) }
 }
 
 fn read_options(identity: &Identity) -> ReadOptions {
-    ReadOptions { identity: Some(identity.clone()), ..ReadOptions::default() }
+    ReadOptions { credentials: Some(identity.clone().into()), ..ReadOptions::default() }
 }
 
 const PAGES: u64 = 600;

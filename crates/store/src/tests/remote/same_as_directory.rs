@@ -68,18 +68,19 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let e = Image::open(&url(running.address, "other"), &read_options(&client)).unwrap_err();
     assert_eq!(e.kind(), "not-a-store", "{e}");
 
-    let listing = admin::listing(&store_url, Some(&client)).unwrap();
+    let listing = admin::listing(&store_url, Some(&client.clone().into())).unwrap();
     assert_eq!(listing, admin::listing(&directory_url, None).unwrap());
     assert_eq!(listing.owner.as_ref().unwrap().operation, "protect web");
     assert_eq!(listing.checkpoints.len(), 3);
-    let verified = admin::verified(&store_url, Some(&client), &mut |_, _| {}).unwrap();
+    let verified = admin::verified(&store_url, Some(&client.clone().into()), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
     // The error that the previous owner gets names the new owner.
-    let fenced = admin::fence(&store_url, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
+    let fenced =
+        admin::fence(&store_url, &vm(), &Owner::here("restore web"), None, Some(&client.clone().into())).unwrap();
     assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
     assert_eq!(owner_of(&e), Some((2, 3, "restore web")), "{e}");
-    assert!(admin::compact(&store_url, Some(&client)).is_ok());
+    assert!(admin::compact(&store_url, Some(&client.clone().into())).is_ok());
     check_lazy_images(&store_url, &client);
 }
 
@@ -112,16 +113,16 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     let proxy = CuttingProxy::new(running.address);
     let store_url = url(proxy.address, "web");
     let begin = |operation: &str, guest, only_if| {
-        admin::fence(&store_url, &vm(), &Owner::here(operation).with(guest), only_if, Some(&client))
+        admin::fence(&store_url, &vm(), &Owner::here(operation).with(guest), only_if, Some(&client.clone().into()))
     };
     // A boot uses a store that was created before, and does not create a store itself.
     assert_eq!(begin("start web", Guest::Booted, None).unwrap_err().kind(), "not-a-store");
-    admin::init(&store_url, Some(&client)).unwrap();
+    admin::init(&store_url, Some(&client.clone().into())).unwrap();
     assert_eq!(begin("start web", Guest::Booted, None).unwrap().epoch, 1);
     let options = Options { only_if: Some(OnlyIf::Run { run: 1 }), ..options(&client, "protect web") };
     let mut writer = Writer::open(&store_url, &options).unwrap();
     commit(&mut writer, 0).unwrap();
-    let restorable = || admin::listing(&store_url, Some(&client)).unwrap().restorable();
+    let restorable = || admin::listing(&store_url, Some(&client.clone().into())).unwrap().restorable();
     assert_eq!(restorable(), Some(1));
     // The claim of a new connection records no new boot of the guest.
     proxy.remaining_bytes.store(0, Ordering::SeqCst);
