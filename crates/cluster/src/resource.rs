@@ -51,6 +51,7 @@ impl Resource {
             store,
             credentials,
             at: None,
+            known: None,
             eager: false,
             definition: None,
             local_definition,

@@ -10,10 +10,9 @@ use crate::credential_paths::CredentialPaths;
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
-use rekindle_store::Credentials;
 use rekindle_store::remote::SpareConnections;
-use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
-use rekindle_store::{StoreError, StoreUrl, admin};
+use rekindle_store::types::{Guest, KnownState, OnlyIf, Owner, Vm, now_us, utc};
+use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::state::State;
@@ -155,6 +154,20 @@ impl OwnerRecord {
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), TargetError> {
         write_json(&path(rundir), self).map_err(|source| TargetError::RunDir { path: path(rundir), source })
+    }
+
+    /// Returns the state that `store` is known to have reached from the run directory of its VM; none if this host has not
+    /// written it.
+    ///
+    /// # Errors
+    /// [`TargetError::RunDir`].
+    pub(crate) fn known_state(rundir: &RunDir, store: &StoreUrl) -> Result<Option<KnownState>, TargetError> {
+        let record = Self::read(rundir)?.filter(|record| record.is_of(store));
+        let progress = Progress::read(rundir).filter(|progress| absolute_url(&progress.store) == absolute_url(store));
+        Ok(record.map(|record| KnownState {
+            epoch: record.run,
+            checkpoint: progress.map_or(0, |progress| progress.committed),
+        }))
     }
 
     /// Returns whether the record is about `store`.

@@ -97,7 +97,7 @@ pub enum StoreError {
     /// The store is older than it is known to have been.
     #[error(
         "{store}: at {found}, but it is known to have reached {known}: it was rolled back, or replaced by an old copy; restore \
-         the newest copy of the store"
+         the newest copy of the store, or restore the guest from the old state: rekindle restore --at-least-epoch 0"
     )]
     RolledBack { store: String, found: KnownState, known: KnownState },
     /// A checksum or a length is wrong.

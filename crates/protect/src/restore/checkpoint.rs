@@ -129,10 +129,15 @@ pub(super) enum SmallBlockPages {
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
 /// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
 pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let Request { store, credentials, move_claim, .. } = request;
+    let Request { store, credentials, known, move_claim, .. } = request;
     let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
     let Some(MoveClaim { owner_epoch, spare, .. }) = move_claim.as_deref() else {
-        return Ok(OwnerRecord::claim(rundir, store, credentials.as_ref(), vm, &owner("restore"), None)?.newest);
+        let known = match known {
+            Some(known) => Some(*known),
+            None => OwnerRecord::known_state(rundir, store).map_err(RestoreError::RunDir)?,
+        };
+        let only_if = known.map(OnlyIf::Reached);
+        return Ok(OwnerRecord::claim(rundir, store, credentials.as_ref(), vm, &owner("restore"), only_if)?.newest);
     };
     let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
     let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials.as_ref(), vm, &owner("move"), only_if)?;

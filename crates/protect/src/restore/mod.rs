@@ -35,9 +35,9 @@ use rekindle_qemu::command::{Disk, DiskOverlays, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::Credentials;
 use rekindle_store::remote::SpareConnections;
-use rekindle_store::{StoreError, StoreUrl};
+use rekindle_store::types::KnownState;
+use rekindle_store::{Credentials, StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::host::Host;
@@ -64,6 +64,8 @@ pub struct Request {
     pub credentials: Option<Credentials>,
     /// Number of the checkpoint to restore; none: the newest.
     pub at: Option<u64>,
+    /// State that the store must have reached; none: the state that this host knows from its run directory.
+    pub known: Option<KnownState>,
     /// Load all memory before the guest resumes.
     pub eager: bool,
     /// The definition to use instead of the recipe's, if the VM's files have other paths on this host.

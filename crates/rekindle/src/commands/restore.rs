@@ -10,10 +10,17 @@ use rekindle_protect::pager::{PagerEvent, serve, serve_after};
 use rekindle_protect::restore::into_libvirt::restore_into_libvirt;
 use rekindle_protect::restore::prepare::prepare;
 use rekindle_protect::restore::{Request, restore as run};
-use rekindle_store::types::utc;
+use rekindle_store::types::{KnownState, utc};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
+
+/// Returns the state that the store must have reached, from the command line.
+fn known_state(arguments: &Restore) -> Option<KnownState> {
+    let (epoch, checkpoint) = (arguments.at_least_epoch, arguments.at_least_checkpoint);
+    let is_known = epoch.is_some() || checkpoint.is_some();
+    is_known.then(|| KnownState { epoch: epoch.unwrap_or(0), checkpoint: checkpoint.unwrap_or(0) })
+}
 
 pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     let host = Host::open()?;
@@ -21,6 +28,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         store: arguments.store.clone(),
         credentials: credentials(&arguments.credentials),
         at: arguments.at,
+        known: known_state(arguments),
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
         local_definition: None,

@@ -488,3 +488,41 @@ fn errors_name_what_prevents_a_protection_or_a_restore() {
     lab.rekindle(["restore", "written", "--store", path]).status(1).prints(&["disk.raw"]);
     lab.assert_empty();
 }
+
+#[test]
+fn a_guest_is_restored_from_an_encrypted_store_with_its_key_only() {
+    let lab = Lab::new();
+    let key = lab.path("store.key");
+    let key = key.to_str().unwrap();
+    lab.rekindle(["store", "new-key", key]).ok();
+    let guest = lab.vm("sealed").memory("192M").boot(&[]);
+    guest.touch("48M");
+    let boot = guest.boot_id();
+    let store = store(&lab, "sealed");
+    let protect = ["--key-file", key, "--every", "100ms", "--count", "3"];
+    let mut protector = Protector::start(&guest, &lab, &store, &protect);
+    assert!(protector.child.wait().unwrap().success());
+    let url = store.to_str().unwrap();
+    lab.rekindle(["--json", "store", "verify", url, "--key-file", key]).ok();
+    crash(&guest);
+    let wrong = lab.path("wrong.key");
+    let wrong = wrong.to_str().unwrap();
+    lab.rekindle(["store", "new-key", wrong]).ok();
+    for (arguments, words) in [
+        (vec![], "--key-file"),
+        (vec!["--key-file", wrong], "not among those that were given"),
+        (vec!["--key-file", key, "--at-least-checkpoint", "4"], "rolled back"),
+    ] {
+        let command = lab.command(["restore", "sealed", "--store", url].into_iter().chain(arguments));
+        lab.finish(command).status(1).prints(&[words]);
+    }
+    // The pager reads the key again.
+    let command = format!("cat {key}");
+    let restored = restore(&guest, &store, &["--key-command", &command]);
+    assert_eq!(restored["checkpoint"], 3);
+    assert_eq!(guest.boot_id(), boot);
+    guest.verify();
+    wait_filled(&guest);
+    guest.verify();
+    guest.assert_sound();
+}

@@ -189,6 +189,7 @@ impl<'a> IncomingVm<'a> {
             store,
             credentials,
             at: None,
+            known: None,
             eager: false,
             // A domain is defined by its XML.
             definition: definition.filter(|_| domain.is_none()),
