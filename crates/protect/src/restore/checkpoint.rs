@@ -66,7 +66,8 @@ impl ChosenCheckpoint<Recipe> {
     pub(crate) fn open_unchecked(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
         let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let credentials = request.credentials.clone();
-        let which = ReadOptions { at: request.at, credentials, lazy: true, spare, ..ReadOptions::default() };
+        let (at, known) = (request.at, request.known);
+        let which = ReadOptions { at, credentials, known, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let metadata = image.metadata()?;
