@@ -1,7 +1,17 @@
 //! What a command needs to reach a store, other than its address.
 
 use crate::keys::KeySource;
-use crate::remote::Identity;
+use std::path::PathBuf;
+
+/// PEM files with the local certificate, its key, and the authority that must have signed the peer's certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// Local certificate, with intermediate certificates.
+    pub cert: PathBuf,
+    pub key: PathBuf,
+    /// Certificate of the authority that signs the peer's certificate.
+    pub ca: PathBuf,
+}
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Credentials {

@@ -158,7 +158,7 @@ impl StoreDirectory {
     ///
     /// # Errors
     /// The file is sealed with a key that was not given. Either the file or the store is not encrypted, but the other
-    /// is; `header` is then said to be damaged.
+    /// is; the flaw is then one of `header`.
     pub fn find_key(
         &self,
         file: FileIdentity,

@@ -7,7 +7,6 @@
 //! A file's key is used with each nonce once: the nonce is the offset of the sealed piece in the file, and no byte of an
 //! encrypted file is ever written twice.
 
-use crate::format::codec::{Reader, Writer};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, Salt};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -117,8 +116,11 @@ impl Seal {
         out.extend_from_slice(&self.salt);
     }
 
-    pub fn decode(reader: &mut Reader<'_>) -> Option<Self> {
-        Some(Self { key: KeyId(reader.array()?), salt: reader.array()? })
+    #[must_use]
+    pub fn decode(bytes: [u8; SEAL_LEN]) -> Self {
+        let (mut key, mut salt) = ([0; 8], [0; 32]);
+        key.iter_mut().chain(&mut salt).zip(bytes).for_each(|(to, from)| *to = from);
+        Self { key: KeyId(key), salt }
     }
 }
 
@@ -147,8 +149,8 @@ impl FileIdentity {
             Self::BaseIndex { epoch } => (4, epoch, 0),
         };
         let mut out = vec![kind];
-        out.put_u64(first);
-        out.put_u64(second);
+        out.extend(u64::to_le_bytes(first));
+        out.extend(u64::to_le_bytes(second));
         out
     }
 }

@@ -183,7 +183,7 @@ impl BaseIndex {
                 trailer_at: reader.u64()?,
                 trailer_len: reader.u64()?,
                 trailer_checksum: reader.u64()?,
-                seal: if version == SEALED_VERSION { Some(Seal::decode(&mut reader)?) } else { None },
+                seal: if version == SEALED_VERSION { Some(Seal::decode(reader.array()?)) } else { None },
             };
             let summed = bytes.get(..bytes.len() - reader.rest().len())?;
             Some((magic, version, header, summed, reader.u64()?))

@@ -51,7 +51,7 @@ pub fn decode_header(bytes: &[u8]) -> Result<Option<Seal>, Flaw> {
     }
     Flaw::check_version(reader.u32().ok_or_else(short)?)?;
     reader.u32().ok_or_else(short)?;
-    Seal::decode(&mut reader).ok_or_else(short).map(Some)
+    reader.array().map(Seal::decode).ok_or_else(short).map(Some)
 }
 
 /// Returns the entry in a sealed entry, whose header was checked.

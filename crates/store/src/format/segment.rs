@@ -69,7 +69,7 @@ pub fn check_header(bytes: &[u8], id: Uuid, epoch: u64, number: u64) -> Result<O
         let version = reader.u32()?;
         reader.u32()?;
         let found = (Uuid::from_bytes(reader.array()?), reader.u64()?, reader.u64()?);
-        let seal = if version == SEALED_VERSION { Some(Seal::decode(&mut reader)?) } else { None };
+        let seal = if version == SEALED_VERSION { Some(Seal::decode(reader.array()?)) } else { None };
         let summed = bytes.get(..bytes.len() - reader.rest().len())?;
         Some((magic, version, found, seal, summed, reader.u64()?))
     };

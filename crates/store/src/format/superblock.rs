@@ -75,7 +75,7 @@ impl Superblock {
             let created_us = reader.u64()?;
             let name = reader.text()?.to_owned();
             let seal = match version {
-                SEALED_VERSION => Some(Seal::decode(&mut Reader::new(content.get(SEAL_AT..)?))?),
+                SEALED_VERSION => Some(Seal::decode(*content.get(SEAL_AT..)?.first_chunk()?)),
                 _ => None,
             };
             Some((Self { id, vm: Vm { uuid, name }, created_us }, seal))

@@ -4,8 +4,9 @@
 //! length of the payload (4) | type (1) | payload
 //! ```
 
-use super::identity::{Identity, explain};
+use super::identity::explain;
 use super::protocol::{Failure, Kind};
+use crate::credentials::Identity;
 use crate::error::{ConnectionError, Result, StoreError};
 use crate::url::Remote;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

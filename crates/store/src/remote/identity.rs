@@ -1,5 +1,6 @@
 //! Certificates of a client or server and of its trusted authority, and messages about unsuitable certificates.
 
+use crate::credentials::Identity;
 use crate::error::ConnectionError;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
@@ -8,18 +9,8 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-
-/// PEM files with the local certificate, its key, and the authority that must have signed the peer's certificate.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
-    /// Local certificate, with intermediate certificates.
-    pub cert: PathBuf,
-    pub key: PathBuf,
-    /// Certificate of the authority that signs the peer's certificate.
-    pub ca: PathBuf,
-}
 
 impl Identity {
     fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ConnectionError> {

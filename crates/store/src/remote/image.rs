@@ -1,11 +1,11 @@
 //! Reads a checkpoint from a server, with read-ahead and several requests in flight. The client checks every page.
 
 use super::connection::Connection;
-use super::identity::Identity;
 use super::protocol::{
     CheckpointRequest, Kind, MAX_PAGES_PER_REQUEST, Purpose, SectionCode, decode_ids, decode_stored, encode_ids,
 };
 use super::{SpareConnections, greet, greet_over};
+use crate::credentials::Identity;
 use crate::error::{BadPage, ConnectionError, Result, StoreError};
 use crate::format::codec::Writer;
 use crate::format::entry::Section;

@@ -27,8 +27,8 @@ use crate::verify::Verified;
 use connection::Connection;
 use protocol::{Hello, Kind, Purpose, Welcome};
 
+pub use crate::credentials::Identity;
 pub use crate::error::ConnectionError;
-pub use identity::Identity;
 pub use image::RemoteHotPages;
 pub(crate) use image::RemoteImage;
 pub(crate) use protocol::CheckpointRequest;

@@ -6,8 +6,8 @@
 
 use super::connection::Connection;
 use super::greet;
-use super::identity::Identity;
 use super::protocol::{BlockNumbers, BlockTable, DigestRange, Kind, Purpose, Retention, Welcome};
+use crate::credentials::Identity;
 use crate::engine::{CheckpointState, EngineSettings, Frame, OpenedStore, Request, StartedBlock};
 use crate::error::{ConnectionError, Result, StoreError};
 use crate::format::codec::{Reader, Writer};

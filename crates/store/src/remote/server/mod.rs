@@ -7,7 +7,7 @@ mod read;
 mod write;
 
 use super::connection::{Connection, MAX_SILENCE};
-use super::identity::Identity;
+use crate::credentials::Identity;
 use crate::error::ConnectionError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::ServerConfig;
