@@ -326,14 +326,15 @@ impl StoreError {
     /// Returns whether the error may disappear while the store stays unchanged, so that a retry may succeed.
     #[must_use]
     pub fn may_pass(&self) -> bool {
-        matches!(
-            self,
+        match self {
             Self::NoSpace { .. }
-                | Self::Io { .. }
-                | Self::Denied { .. }
-                | Self::Connection { .. }
-                | Self::Closed { .. }
-        )
+            | Self::Io { .. }
+            | Self::Denied { .. }
+            | Self::Connection { .. }
+            | Self::Closed { .. } => true,
+            Self::Keys(e) => e.may_pass(),
+            _ => false,
+        }
     }
 
     /// Returns whether the store is missing or unused, so that no VM can have a checkpoint in it.

@@ -2,7 +2,8 @@
 //! management service.
 
 use crate::sealing::{KEY_LEN, KeyId, KeyRing, MasterKey, random};
-use rustix::process::{Pid, Signal, geteuid, kill_process_group};
+use rekindle_kernel::spawn::die_with_starter;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, geteuid, kill_process_group, waitid};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write;
 use std::fs::OpenOptions;
@@ -10,10 +11,11 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
+use zeroize::Zeroizing;
 
 /// Limit of the bytes of a key file: about 900 keys.
 const MAX_KEY_FILE_BYTES: u64 = 64 << 10;
@@ -31,10 +33,15 @@ pub enum KeySource {
     Command(String),
 }
 
-/// Why the keys of an owner cannot be read.
+/// Why the keys of an owner cannot be read. The messages contain nothing of a key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
-    #[error("the key file {} cannot be read; create one: rekindle store new-key {}", path.display(), path.display())]
+    #[error(
+        "there is no key file {}; copy it from a host that has it, or create one for a new store: rekindle store new-key {}",
+        path.display(), path.display()
+    )]
+    Missing { path: PathBuf },
+    #[error("the key file {} cannot be read", path.display())]
     Read {
         path: PathBuf,
         #[source]
@@ -62,16 +69,24 @@ pub enum KeyError {
     NotAKey { from: String, line: usize },
     #[error("{from}: there is no key in it; create one: rekindle store new-key")]
     Empty { from: String },
-    #[error("the key command `{command}` cannot be run")]
+    /// The text of a key command is in no error: it may contain a password.
+    #[error("the key command (--key-command) cannot be run")]
     Start {
-        command: String,
         #[source]
         source: io::Error,
     },
-    #[error("the key command `{command}` has failed: {status}")]
-    Failed { command: String, status: std::process::ExitStatus },
-    #[error("the key command `{command}` has not ended within {} s and was killed", after.as_secs())]
-    TimedOut { command: String, after: Duration },
+    #[error("the key command (--key-command) has failed: {status}")]
+    Failed { status: ExitStatus },
+    #[error("the key command (--key-command) has not ended within {} s and was killed", after.as_secs())]
+    TimedOut { after: Duration },
+}
+
+impl KeyError {
+    /// Returns whether another attempt may succeed without a change by the operator: a key service that cannot be reached.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::Read { .. } | Self::Start { .. } | Self::Failed { .. } | Self::TimedOut { .. })
+    }
 }
 
 impl KeySource {
@@ -84,7 +99,7 @@ impl KeySource {
             Self::File(path) => parse(&read_file(path)?, &format!("the key file {}", path.display())),
             Self::Command(command) => {
                 let output = run(command, COMMAND_TIMEOUT)?;
-                parse(&output, &format!("the output of the key command `{command}`"))
+                parse(&output, "the output of the key command (--key-command)")
             }
         }
     }
@@ -100,29 +115,31 @@ impl KeySource {
 }
 
 /// A new key, as a line of a key file.
-#[derive(Debug)]
 pub struct NewKey {
     pub id: KeyId,
     /// The key. Secret.
-    pub line: String,
+    pub line: Zeroizing<String>,
 }
 
 impl NewKey {
     /// # Errors
     /// The kernel provides no random numbers.
     pub fn generate() -> io::Result<Self> {
-        let bytes: [u8; KEY_LEN] = random()?;
-        let mut line = String::with_capacity(2 * KEY_LEN + 1);
-        for byte in bytes {
+        let bytes: Zeroizing<[u8; KEY_LEN]> = Zeroizing::new(random()?);
+        let mut line = Zeroizing::new(String::with_capacity(2 * KEY_LEN + 1));
+        for byte in *bytes {
             let _ = write!(line, "{byte:02x}");
         }
         line.push('\n');
-        Ok(Self { id: MasterKey::new(bytes).id(), line })
+        Ok(Self { id: MasterKey::new(*bytes).id(), line })
     }
 }
 
-fn read_file(path: &Path) -> Result<Vec<u8>, KeyError> {
-    let failed = |source| KeyError::Read { path: path.to_owned(), source };
+fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>, KeyError> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => KeyError::Missing { path: path.to_owned() },
+        _ => KeyError::Read { path: path.to_owned(), source },
+    };
     // Without O_NONBLOCK, opening a pipe would wait for a writer.
     let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
@@ -138,72 +155,75 @@ fn read_file(path: &Path) -> Result<Vec<u8>, KeyError> {
     if owner != 0 && owner != geteuid().as_raw() {
         return Err(KeyError::OfOtherUser { path: path(), owner });
     }
-    let mut content = Vec::new();
-    file.take(MAX_KEY_FILE_BYTES + 1).read_to_end(&mut content).map_err(failed)?;
-    Ok(content)
+    read_limited(file).map_err(failed)
 }
 
-/// Runs a key command, and returns its output: one byte more than the limit if it is too long.
-fn run(command: &str, timeout: Duration) -> Result<Vec<u8>, KeyError> {
-    let failed = |source| KeyError::Start { command: command.to_owned(), source };
-    let started_at = Instant::now();
-    let mut child = Command::new("/bin/sh")
-        .args(["-c", command])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(failed)?;
+/// Runs a key command, and returns its output: one byte more than the limit if it is too long. None of the command's processes
+/// remains, those excepted that have left its process group.
+fn run(command: &str, timeout: Duration) -> Result<Zeroizing<Vec<u8>>, KeyError> {
+    let failed = |source| KeyError::Start { source };
+    let deadline = Instant::now() + timeout;
+    let mut shell = Command::new("/bin/sh");
+    // Relative paths in it would work only sometimes: other processes of the VM run it, too, in other directories.
+    shell.args(["-c", command]).current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
+    let mut child = die_with_starter(&mut shell).spawn().map_err(failed)?;
+    let output = output_of(&mut child, deadline);
+    let status = end_group(&mut child).map_err(failed)?;
+    match output.map_err(failed)? {
+        None => Err(KeyError::TimedOut { after: timeout }),
+        Some(content) if content.len() as u64 > MAX_KEY_FILE_BYTES || status.success() => Ok(content),
+        Some(_) => Err(KeyError::Failed { status }),
+    }
+}
+
+/// Returns the output of a command when it has ended, or when the output is too long; `None` at the deadline.
+fn output_of(child: &mut Child, deadline: Instant) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     let (send_output, output) = mpsc::channel();
     let stdout = child.stdout.take();
     // The thread ends when the command, and all processes that have its output, have ended or are killed.
-    let reader = thread::Builder::new().name("key command".into()).spawn(move || {
-        let mut content = Vec::new();
-        let read = stdout.map_or(Ok(0), |stdout| stdout.take(MAX_KEY_FILE_BYTES + 1).read_to_end(&mut content));
-        let _ = send_output.send(read.map(|_| content));
-    });
-    if let Err(e) = reader {
-        kill(&mut child);
-        return Err(failed(e));
-    }
-    let content = match output.recv_timeout(timeout) {
-        Ok(Ok(content)) => content,
-        Ok(Err(e)) => {
-            kill(&mut child);
-            return Err(failed(e));
+    thread::Builder::new().name("key command".into()).spawn(move || {
+        let read = stdout.map_or_else(|| Ok(Zeroizing::default()), read_limited);
+        let _ = send_output.send(read);
+    })?;
+    let Ok(content) = output.recv_timeout(deadline.saturating_duration_since(Instant::now())) else { return Ok(None) };
+    let content = content?;
+    while content.len() as u64 <= MAX_KEY_FILE_BYTES && !has_ended(child)? {
+        if Instant::now() >= deadline {
+            return Ok(None);
         }
-        Err(_) => {
-            kill(&mut child);
-            return Err(KeyError::TimedOut { command: command.to_owned(), after: timeout });
-        }
-    };
-    if content.len() as u64 > MAX_KEY_FILE_BYTES {
-        kill(&mut child);
-        return Ok(content);
+        thread::sleep(END_CHECK_INTERVAL);
     }
+    Ok(Some(content))
+}
+
+/// Reads one byte more than the limit, at most, into a buffer that is never moved: a copy would not be erased.
+fn read_limited(from: impl Read) -> io::Result<Zeroizing<Vec<u8>>> {
+    let mut content = Zeroizing::new(Vec::with_capacity(MAX_KEY_FILE_BYTES as usize + 1));
+    let mut from = from.take(MAX_KEY_FILE_BYTES + 1);
+    let mut part = Zeroizing::new([0; 4096]);
     loop {
-        match child.try_wait() {
-            Ok(Some(status)) if status.success() => return Ok(content),
-            Ok(Some(status)) => return Err(KeyError::Failed { command: command.to_owned(), status }),
-            Ok(None) if started_at.elapsed() < timeout => thread::sleep(END_CHECK_INTERVAL),
-            Ok(None) => {
-                kill(&mut child);
-                return Err(KeyError::TimedOut { command: command.to_owned(), after: timeout });
-            }
-            Err(e) => {
-                kill(&mut child);
-                return Err(failed(e));
-            }
+        match from.read(&mut *part) {
+            Ok(0) => return Ok(content),
+            Ok(count) => content.extend_from_slice(part.get(..count).unwrap_or_default()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
         }
     }
 }
 
-/// Kills a command, which has not been waited for, and all processes that it has started.
-fn kill(child: &mut Child) {
+/// Returns whether a child has ended. Its number stays its own until it is waited for.
+fn has_ended(child: &Child) -> io::Result<bool> {
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(pid), options)?.is_some())
+}
+
+/// Kills a command, which has not been waited for, and all processes of its group. Returns the status with which it ended.
+fn end_group(child: &mut Child) -> io::Result<ExitStatus> {
     if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         let _ = kill_process_group(group, Signal::KILL);
     }
-    let _ = child.wait();
+    child.wait()
 }
 
 /// Parses the content of a key file: a key on each line; empty lines and comments (`#`) are skipped.
@@ -254,8 +274,8 @@ mod tests {
     fn a_new_key_is_read_from_a_file_and_from_a_command() {
         let dir = tempfile::tempdir().unwrap();
         let [first, second] = [(), ()].map(|()| NewKey::generate().unwrap());
-        assert_ne!(first.line, second.line);
-        let source = file(&dir, 0o600, &format!("# first\n{}\n  {}", first.line, second.line));
+        assert_ne!(*first.line, *second.line);
+        let source = file(&dir, 0o600, &format!("# first\n{}\n  {}", *first.line, *second.line));
         let KeySource::File(path) = &source else { unreachable!() };
         let command = KeySource::Command(format!("cat {}", path.display()));
         for source in [&source, &command] {
@@ -278,7 +298,7 @@ mod tests {
     #[test]
     fn what_is_no_key_is_named_without_being_shown() {
         let dir = tempfile::tempdir().unwrap();
-        let key = NewKey::generate().unwrap().line;
+        let key = NewKey::generate().unwrap().line.to_string();
         for bad in [&key[1..], &format!("0{key}"), "password", &format!("zz{}", &key[2..])] {
             let e = file(&dir, 0o600, &format!("{key}{bad}")).read().unwrap_err();
             assert!(matches!(&e, KeyError::NotAKey { line: 2, .. }), "{e}");
@@ -288,7 +308,7 @@ mod tests {
         assert!(matches!(file(&dir, 0o600, &key.repeat(2000)).read(), Err(KeyError::TooLong { .. })));
         assert!(matches!(KeySource::File(dir.path().into()).read(), Err(KeyError::NotAFile { .. })));
         let e = KeySource::File(dir.path().join("none")).read().unwrap_err();
-        assert!(e.to_string().contains("rekindle store new-key"), "{e}");
+        assert!(matches!(&e, KeyError::Missing { .. }) && e.to_string().contains("rekindle store new-key"), "{e}");
     }
 
     #[test]
@@ -309,6 +329,14 @@ mod tests {
         while !is_dead() {
             thread::yield_now();
         }
+        // A process that a successful command leaves behind.
+        let command = format!("sleep 1000 >/dev/null & echo $! > {}", pid_file.display());
+        assert!(run(&command, COMMAND_TIMEOUT).unwrap().is_empty());
+        let left: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+        while !fs::read(format!("/proc/{left}/cmdline")).map_or(true, |command| command.is_empty()) {
+            thread::yield_now();
+        }
+        assert_eq!(run("pwd", COMMAND_TIMEOUT).unwrap().as_slice(), b"/\n");
         // A command that closes its output and continues.
         let e = run("exec >&-; sleep 1000", Duration::from_millis(300)).unwrap_err();
         assert!(matches!(e, KeyError::TimedOut { .. }), "{e}");

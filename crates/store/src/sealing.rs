@@ -14,6 +14,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
+use zeroize::Zeroizing;
 
 /// Bytes that sealing adds to a piece: its authentication tag.
 pub const TAG_LEN: usize = 16;
@@ -65,7 +66,7 @@ pub fn random<const N: usize>() -> io::Result<[u8; N]> {
 /// A key from which the keys of files are derived. It encrypts nothing itself.
 pub struct MasterKey {
     id: KeyId,
-    secret: [u8; KEY_LEN],
+    secret: Zeroizing<[u8; KEY_LEN]>,
 }
 
 impl fmt::Debug for MasterKey {
@@ -81,7 +82,7 @@ impl MasterKey {
         let derived = Salt::new(HKDF_SHA256, &[]).extract(&secret);
         // Fails only for a value longer than 8160 bytes.
         let _ = derived.expand(&[KEY_ID_LABEL], Length(id.len())).and_then(|id_bytes| id_bytes.fill(&mut id));
-        Self { id: KeyId(id), secret }
+        Self { id: KeyId(id), secret: Zeroizing::new(secret) }
     }
 
     #[must_use]
@@ -191,7 +192,7 @@ impl StoreKeys {
     fn derive(&self, master: &MasterKey, seal: Seal, file: FileIdentity) -> Option<FileKey> {
         let identity = file.encode();
         let info = [FILE_KEY_LABEL, self.store.as_bytes(), self.vm.as_bytes(), &identity];
-        let master = Salt::new(HKDF_SHA256, &seal.salt).extract(&master.secret);
+        let master = Salt::new(HKDF_SHA256, &seal.salt).extract(&*master.secret);
         let derived = master.expand(&info, &AES_256_GCM).ok()?;
         let key = Arc::new(LessSafeKey::new(UnboundKey::from(derived)));
         #[cfg(test)]

@@ -166,6 +166,10 @@ pub(super) fn claim_and_read(
     let newest = claim_store(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = ChosenCheckpoint::open(&chosen.permission, request)?;
+        let number = newer.image.info().number;
+        if number < newest {
+            return Err(RestoreError::WentBack { name: name.into(), store: request.store.to_string(), newest, number });
+        }
         if !newer.recipe.has_same_machine(&chosen.recipe)
             || newer.epochs != chosen.epochs
             || newer.overlays != chosen.overlays

@@ -52,6 +52,12 @@ pub enum RestoreError {
     /// A newer checkpoint was committed during the load.
     #[error("checkpoint {newest} of {name} was committed while the one before it was being loaded; try again")]
     Newer { name: String, newest: u64 },
+    /// The store has shown a newer state before.
+    #[error(
+        "{store} has shown checkpoint {newest} of {name}, and now shows {number} as the newest: its storage does not keep what \
+         was written; nothing was restored. Repair the storage, then try again"
+    )]
+    WentBack { name: String, store: String, newest: u64, number: u64 },
     /// A checkpoint that was being loaded was not committed.
     #[error("checkpoint {number} was not committed by the source host")]
     NotCommitted { number: u64 },

@@ -14,6 +14,7 @@ use rekindle_store::remote::Identity;
 use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
 use rekindle_store::{Credentials, Image, Options, ReadOptions, StoreError, Writer};
+use rekindle_vm::rundir::sync_directory;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -67,7 +68,13 @@ pub fn new_key(output: &Output, arguments: &StoreNewKey) -> Result<ExitCode> {
     };
     let name = || path.display().to_string();
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).with_context(name)?;
-    file.write_all(key.line.as_bytes()).and_then(|()| file.sync_all()).with_context(name)?;
+    let written = file.write_all(key.line.as_bytes()).and_then(|()| file.sync_all());
+    // The name must survive a crash, too: without the key, no checkpoint can be restored.
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if let Err(e) = written.and_then(|()| sync_directory(directory)) {
+        let _ = fs::remove_file(path);
+        return Err(e).with_context(name);
+    }
     let text = format!(
         "{}: new key {}; keep a copy in a safe place: without it, no checkpoint can be restored; to use it: rekindle protect \
          NAME --store STORE --key-file {0}",

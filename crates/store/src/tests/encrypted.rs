@@ -221,7 +221,7 @@ fn a_store_without_encryption_is_rejected_if_a_key_was_given() {
 #[test]
 fn commands_get_the_keys_from_a_file() {
     let dir = tempfile::tempdir().unwrap();
-    let key = crate::keys::NewKey::generate().unwrap().line;
+    let key = crate::keys::NewKey::generate().unwrap().line.to_string();
     let credentials = Credentials { tls: None, keys: Some(KeySource::Command(format!("echo {key}"))) };
     let url = StoreUrl::Directory(dir.path().join("store"));
     let options =
