@@ -145,6 +145,10 @@ impl StoreDirectory {
         self.disk.name()
     }
 
+    pub fn is_encrypted(&self) -> bool {
+        self.keys.is_some()
+    }
+
     pub fn digester(&self) -> Digester {
         Digester::new(self.id)
     }

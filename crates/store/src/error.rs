@@ -75,8 +75,8 @@ pub enum StoreError {
     Encrypted { store: String },
     /// A key was given, and the store is not encrypted. Its content may have been written without the key.
     #[error(
-        "{store}: the store is not encrypted, but a key was given; to use it without encryption, leave out --key-file and \
-         --key-command; to encrypt, create a new store"
+        "{store}: the store is not encrypted, but a key was given: it may have been exchanged, and its content may come from an attacker; check \
+         the path; to encrypt, create a new store; to use this one without encryption, leave out --key-file and --key-command"
     )]
     NotEncrypted { store: String },
     /// None of the given keys is the one that a file is sealed with.
@@ -94,12 +94,24 @@ pub enum StoreError {
     /// The keys cannot be read.
     #[error(transparent)]
     Keys(#[from] KeyError),
-    /// The store is older than it is known to have been.
+    /// The store is older than it is known to have been, or than it must be.
     #[error(
-        "{store}: at {found}, but it is known to have reached {known}: it was rolled back, or replaced by an old copy; restore \
-         the newest copy of the store, or restore the guest from the old state: rekindle restore --at-least-epoch 0"
+        "{store}: at {found}, but {known} is known or required: it was rolled back, or replaced by an old copy; use its newest \
+         copy; or, if the old state is wanted, let this host forget what it knows: rekindle store forget {vm}"
     )]
-    RolledBack { store: String, found: KnownState, known: KnownState },
+    RolledBack { store: String, vm: String, found: KnownState, known: KnownState },
+    /// This host knows another, encrypted store of the VM.
+    #[error(
+        "{store}: not the encrypted store that this host knows of VM {vm}; check the path; if that store was abandoned on purpose: \
+         rekindle store forget {vm}"
+    )]
+    OtherStore { store: String, vm: String },
+    /// The store has another checkpoint of this number than the one that this host knows.
+    #[error(
+        "{store}: its checkpoint {checkpoint} is not the one that this host knows: the store was rolled back, and written again; \
+         use its newest copy; or, if this state is wanted: rekindle store forget {vm}"
+    )]
+    OtherHistory { store: String, vm: String, checkpoint: u64 },
     /// A checksum or a length is wrong.
     #[error(
         "{store}/{file}: {structure} is damaged at byte {at}: {what}; see what is left: rekindle store verify {store}"
@@ -306,6 +318,8 @@ impl StoreError {
             Self::NoKeysOnServer { .. } => "no-keys-on-server",
             Self::Keys(_) => "keys",
             Self::RolledBack { .. } => "rolled-back",
+            Self::OtherStore { .. } => "other-store",
+            Self::OtherHistory { .. } => "other-history",
             Self::Damaged { .. } => "damaged",
             Self::Missing { .. } => "missing",
             Self::Empty { .. } => "empty",

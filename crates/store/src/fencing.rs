@@ -5,7 +5,7 @@ use crate::directory::StoreDirectory;
 use crate::error::Result;
 use crate::location::Storage;
 use crate::log;
-use crate::types::{Guest, OnlyIf, Owner, Vm};
+use crate::types::{Guest, KnownStore, OnlyIf, Owner, Vm};
 
 /// A store that was fenced: no previous owner can commit to it any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub struct Fenced {
     pub epoch: u64,
     /// Number of the newest checkpoint, which cannot change any more; 0 if there is none.
     pub newest: u64,
+    /// What is known of the store now; `None` for a store on a server.
+    pub known: Option<KnownStore>,
 }
 
 /// Claims the store in `storage` for `owner`. An unused store is assigned to the first guest that is booted
@@ -32,6 +34,6 @@ pub(crate) fn fence_directory(
         _ => StoreDirectory::open(storage, Some(vm.uuid))?,
     };
     let (claim, tail) = log::claim(&store, owner, only_if)?;
-    let newest = tail.newest_state.and_then(|state| state.manifest.newest()).map_or(0, |kept| kept.number);
-    Ok((store, Fenced { epoch: claim.epoch, newest }))
+    let known = KnownStore::of(&store, claim.epoch, tail.newest_state.and_then(|state| state.manifest.newest()));
+    Ok((store, Fenced { epoch: claim.epoch, newest: known.reached.checkpoint, known: Some(known) }))
 }

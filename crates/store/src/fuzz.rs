@@ -97,7 +97,8 @@ mod tests {
             next_block: 1,
             next_segment: 3,
             kept: vec![KeptCheckpoint { number: 1, log_number: 2, footer: 3 }],
-            segments: vec![SegmentExtent { epoch: 1, number: 2, len: 8192 }],
+            segments: vec![SegmentExtent { epoch: 1, number: 2, len: 8192, seal: None }],
+            sealed: None,
         };
         let base = BaseIndex {
             covers_through: 1,
@@ -105,6 +106,7 @@ mod tests {
             blocks: vec![BaseBlock { number: 0, pages: 2 }],
             segments: manifest.segments.clone(),
             part_checksums: vec![5],
+            entry_footer: None,
         };
         match name {
             "superblock" => {

@@ -5,6 +5,7 @@ use crate::sealing::{KEY_LEN, KeyId, KeyRing, MasterKey, random};
 use rekindle_kernel::spawn::die_with_starter;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, geteuid, kill_process_group, waitid};
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::fmt::Write;
 use std::fs::OpenOptions;
 use std::io::{self, Read};
@@ -12,7 +13,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use zeroize::Zeroizing;
@@ -25,7 +26,7 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Where the keys of an owner are.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KeySource {
     File(PathBuf),
@@ -89,12 +90,30 @@ impl KeyError {
     }
 }
 
+/// The keys that this process has read.
+static KEYS: LazyLock<Mutex<HashMap<KeySource, Arc<KeyRing>>>> = LazyLock::new(Mutex::default);
+
 impl KeySource {
+    /// Returns the keys. They are read once by each process, so that a key service is asked once for each command, and must
+    /// not be reachable all the time.
+    ///
+    /// # Errors
+    /// [`KeyError`].
+    pub fn keys(&self) -> Result<Arc<KeyRing>, KeyError> {
+        let mut keys = KEYS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = keys.get(self) {
+            return Ok(known.clone());
+        }
+        let read = Arc::new(self.read()?);
+        keys.insert(self.clone(), read.clone());
+        Ok(read)
+    }
+
     /// Reads the keys.
     ///
     /// # Errors
     /// [`KeyError`].
-    pub fn read(&self) -> Result<KeyRing, KeyError> {
+    fn read(&self) -> Result<KeyRing, KeyError> {
         match self {
             Self::File(path) => parse(&read_file(path)?, &format!("the key file {}", path.display())),
             Self::Command(command) => {

@@ -51,7 +51,7 @@ pub(crate) fn list(store: &StoreDirectory) -> Result<Listing> {
     let (tail, checkpoints) = read_checkpoints(store)?;
     let newest = checkpoints.iter().rev().find_map(|listed| listed.info.as_ref());
     let ram = newest.map_or(0, |info| info.blocks.iter().map(|block| block.used).sum());
-    let owner = if tail.claim == 0 { None } else { Some(log::read_claim(store, tail.claim)?.owner) };
+    let owner = if tail.claim.log_number == 0 { None } else { Some(log::read_claim(store, tail.claim)?.owner) };
     let (vm, created_us, disk) = (store.vm.clone(), store.created_us, used_bytes(store)?);
     Ok(Listing { vm, created_us, epoch: tail.epoch, owner, checkpoints, disk, ram })
 }

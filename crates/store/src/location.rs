@@ -4,6 +4,7 @@ use crate::credentials::Credentials;
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
 use crate::objects::ObjectDisk;
+use crate::keys::KeySource;
 use crate::sealing::KeyRing;
 use crate::url::{Remote, StoreUrl};
 use std::sync::Arc;
@@ -52,7 +53,7 @@ impl<'a> Location<'a> {
                 Arc::new(ObjectDisk::new(address).map_err(failed)?)
             }
         };
-        let keys = keys.map(|source| source.read().map(Arc::new)).transpose()?;
+        let keys = keys.map(KeySource::keys).transpose()?;
         Ok(Self::Disk(Storage { disk, keys }))
     }
 }

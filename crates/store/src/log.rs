@@ -10,13 +10,13 @@
 use crate::directory::{StoreDirectory, check_exclusive_links, read_whole, write_new};
 use crate::error::{Result, StoreError};
 use crate::format::codec::{Reader, Writer};
-use crate::format::entry::{self, Entry, Kind, Section};
-use crate::format::manifest::Manifest;
+use crate::format::entry::{self, EncodedEntry, Entry, Kind, Section};
+use crate::format::manifest::{EntryId, KeptCheckpoint, Manifest};
 use crate::format::names;
 use crate::format::sealed_entry;
 use crate::format::{Flaw, Structure};
 use crate::sealing::FileIdentity;
-use crate::types::{Guest, KnownState, OnlyIf, Owner};
+use crate::types::{Expected, Guest, KnownState, KnownStore, OnlyIf, Owner};
 use serde::Serialize;
 use std::borrow::Cow;
 use std::io;
@@ -36,8 +36,8 @@ pub(crate) struct LogTail {
     pub newest: u64,
     /// Owner epoch; 0 before the first claim.
     pub epoch: u64,
-    /// Number of the entry by which the current owner claimed the store; 0 before the first claim.
-    pub claim: u64,
+    /// The entry by which the current owner claimed the store; number 0 before the first claim.
+    pub claim: EntryId,
     pub newest_state: Option<StateEntry>,
 }
 
@@ -53,8 +53,8 @@ pub(crate) struct StateEntry {
 pub struct Claim {
     pub epoch: u64,
     pub owner: Owner,
-    /// Number of the claim's log entry.
-    pub(crate) log_number: u64,
+    /// The claim's log entry.
+    pub(crate) entry: EntryId,
 }
 
 /// The content of a claim. The id makes it different from every other claim: a process recognizes its own claim by the
@@ -134,18 +134,29 @@ pub(crate) fn manifest(store: &StoreDirectory, entry: &Entry) -> Result<Manifest
     if let Some(own) = manifest.kept.iter_mut().find(|kept| kept.log_number == entry.log_number) {
         own.footer = entry.footer;
     }
+    if let Some(sealed) = &mut manifest.sealed {
+        sealed.base_entries.push(EntryId { log_number: entry.log_number, footer: entry.footer });
+    }
+    if manifest.sealed.is_some() != store.is_encrypted() {
+        let flaw = Flaw::bad(Structure::Manifest, 0, "it is of an encrypted store, and this one is not, or the reverse");
+        return Err(StoreError::flaw(store.name(), &names::entry(entry.log_number), flaw));
+    }
     Ok(manifest)
 }
 
-/// Reads the claim in the log entry with number `log_number`.
-pub(crate) fn read_claim(store: &StoreDirectory, log_number: u64) -> Result<Claim> {
+/// Reads the claim in a log entry, whose footer is checked if it is known (not 0).
+pub(crate) fn read_claim(store: &StoreDirectory, EntryId { log_number, footer }: EntryId) -> Result<Claim> {
     let entry = read(store, log_number)?;
+    if footer != 0 && footer != entry.footer {
+        let flaw = Flaw::bad(Structure::EntryFooter, 0, "it is not the claim that the manifest names");
+        return Err(StoreError::flaw(store.name(), &names::entry(log_number), flaw));
+    }
     let bytes = section(store, &entry, Section::Claim)?;
     let owner = serde_json::from_slice(&bytes).map_err(|_| {
         let flaw = Flaw::bad(Section::Claim.structure(), 0, "it does not name an owner");
         StoreError::flaw(store.name(), &names::entry(log_number), flaw)
     })?;
-    Ok(Claim { epoch: entry.epoch, owner, log_number })
+    Ok(Claim { epoch: entry.epoch, owner, entry: EntryId { log_number, footer: entry.footer } })
 }
 
 /// Reads the end of the log: the newest entry, the claims before it, and the newest entry with a manifest.
@@ -155,7 +166,7 @@ pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
         attempts += 1;
         let LogListing { log_numbers, second_name } = list(store)?;
         let newest = log_numbers.last().copied().max(second_name).unwrap_or(0);
-        let mut tail = LogTail { newest, epoch: 0, claim: 0, newest_state: None };
+        let mut tail = LogTail { newest, epoch: 0, claim: EntryId::default(), newest_state: None };
         let mut log_number = newest;
         while log_number > 0 {
             if log_numbers.binary_search(&log_number).is_err() {
@@ -176,12 +187,17 @@ pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
                 tail.epoch = entry.epoch;
             }
             if entry.kind == Kind::Claim {
-                tail.claim = tail.claim.max(log_number);
+                if tail.claim.log_number < log_number {
+                    tail.claim = EntryId { log_number, footer: entry.footer };
+                }
                 log_number = state_before_claim(store, &entry)?;
                 continue;
             }
             let manifest = manifest(store, &entry)?;
-            tail.claim = tail.claim.max(manifest.claim);
+            if tail.claim.log_number < manifest.claim {
+                let footer = manifest.sealed.as_ref().map_or(0, |sealed| sealed.claim_footer);
+                tail.claim = EntryId { log_number: manifest.claim, footer };
+            }
             tail.newest_state = Some(StateEntry { entry, manifest });
             break;
         }
@@ -272,8 +288,8 @@ pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyI
         // The existing entries must be durable before a claim that builds on them.
         store.disk.sync_directory(names::LOG).map_err(store.failed(names::LOG, "making the log durable"))?;
         let (epoch, log_number) = (tail.epoch + 1, tail.newest + 1);
-        let content = encode_claim(store, epoch, log_number, &owner, &tail)?;
-        match append(store, epoch, log_number, &content, &mut Duration::default()) {
+        let entry = encode_claim(store, epoch, log_number, &owner, &tail)?;
+        match append(store, epoch, log_number, &entry.bytes, &mut Duration::default()) {
             Ok(()) => {}
             Err(NotAppended::Taken) => continue,
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
@@ -281,7 +297,8 @@ pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyI
         // The client of a file server may have listed an old state of the directory. Our change of the directory has
         // refreshed it.
         if claim_number_is_valid(store, epoch, log_number)? {
-            return Ok((Claim { epoch, owner, log_number }, tail));
+            let entry = EntryId { log_number, footer: entry.footer };
+            return Ok((Claim { epoch, owner, entry }, tail));
         }
         let _ = store.disk.remove(&names::last(log_number));
         let _ = store.disk.remove(&names::entry(log_number));
@@ -293,31 +310,65 @@ pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyI
 /// Fails with [`StoreError::Superseded`] if the condition for a claim does not hold.
 fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyIf>) -> Result<()> {
     let expected_epoch = match only_if {
-        Some(OnlyIf::Reached(known)) => return check_reached(store, tail, known),
+        Some(OnlyIf::Expected(expected)) => return check_expected(store, tail, &expected),
         Some(OnlyIf::Epoch(epoch)) if epoch != tail.epoch => epoch,
         Some(OnlyIf::Run { run }) if run != guest_epochs(store, tail)?.run => run,
         _ => return Ok(()),
     };
-    Err(superseded(store, expected_epoch, tail.claim))
+    Err(superseded(store, expected_epoch, tail.claim.log_number))
 }
 
-/// Fails with [`StoreError::RolledBack`] if the store has not reached a state that it is known to have had.
-pub(crate) fn check_reached(store: &StoreDirectory, tail: &LogTail, known: KnownState) -> Result<()> {
-    let newest = tail.newest_state.as_ref().and_then(|state| state.manifest.newest());
-    let found = KnownState { epoch: tail.epoch, checkpoint: newest.map_or(0, |kept| kept.number) };
-    if found.epoch < known.epoch || found.checkpoint < known.checkpoint {
-        return Err(StoreError::RolledBack { store: store.name().into(), found, known });
+/// Fails with [`StoreError::RolledBack`], [`StoreError::OtherStore`] or [`StoreError::OtherHistory`] if the store is not what
+/// is expected of it.
+pub(crate) fn check_expected(store: &StoreDirectory, tail: &LogTail, expected: &Expected) -> Result<()> {
+    let kept = tail.newest_state.as_ref().map_or(&[][..], |state| &state.manifest.kept);
+    let found = KnownState { epoch: tail.epoch, checkpoint: kept.last().map_or(0, |kept| kept.number) };
+    let (name, vm) = (|| store.name().to_owned(), &store.vm.name);
+    require_reached(store.name(), vm, found, expected.at_least)?;
+    let Some(known) = expected.known else { return Ok(()) };
+    if known.id != store.id {
+        // Without encryption, the ID proves nothing.
+        return if known.encrypted { Err(StoreError::OtherStore { store: name(), vm: vm.clone() }) } else { Ok(()) };
+    }
+    require_reached(store.name(), vm, found, known.reached)?;
+    let checkpoint = known.reached.checkpoint;
+    let same = kept.iter().find(|kept| kept.number == checkpoint);
+    if same.is_some_and(|kept| kept.footer != known.footer) {
+        return Err(StoreError::OtherHistory { store: name(), vm: vm.clone(), checkpoint });
     }
     Ok(())
 }
 
-fn encode_claim(store: &StoreDirectory, epoch: u64, log_number: u64, owner: &Owner, tail: &LogTail) -> Result<Vec<u8>> {
+/// Fails with [`StoreError::RolledBack`] if a store has not reached a state.
+pub(crate) fn require_reached(store: &str, vm: &str, found: KnownState, known: KnownState) -> Result<()> {
+    if found.epoch < known.epoch || found.checkpoint < known.checkpoint {
+        return Err(StoreError::RolledBack { store: store.into(), vm: vm.into(), found, known });
+    }
+    Ok(())
+}
+
+impl KnownStore {
+    /// Returns what is known of a store in an owner epoch. `newest`: its newest checkpoint.
+    pub(crate) fn of(store: &StoreDirectory, epoch: u64, newest: Option<KeptCheckpoint>) -> Self {
+        let reached = KnownState { epoch, checkpoint: newest.map_or(0, |kept| kept.number) };
+        let footer = newest.map_or(0, |kept| kept.footer);
+        Self { id: store.id, encrypted: store.is_encrypted(), reached, footer }
+    }
+}
+
+fn encode_claim(
+    store: &StoreDirectory,
+    epoch: u64,
+    log_number: u64,
+    owner: &Owner,
+    tail: &LogTail,
+) -> Result<EncodedEntry> {
     let claim = UniqueClaim { owner, id: Uuid::new_v4() };
     let owner = serde_json::to_vec(&claim).map_err(|e| StoreError::io(store.name(), "", "claiming", e.into()))?;
     let mut state_number = Vec::new();
     state_number.put_u64(tail.newest_state.as_ref().map_or(0, |state| state.entry.log_number));
     let sections: &[(Section, &[u8])] = &[(Section::Claim, &owner), (Section::Before, &state_number)];
-    Ok(entry::encode(store.id, Kind::Claim, epoch, log_number, sections).bytes)
+    Ok(entry::encode(store.id, Kind::Claim, epoch, log_number, sections))
 }
 
 /// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen the
@@ -348,7 +399,7 @@ struct GuestEpochs {
 }
 
 fn guest_epochs(store: &StoreDirectory, tail: &LogTail) -> Result<GuestEpochs> {
-    if tail.claim == 0 {
+    if tail.claim.log_number == 0 {
         return Ok(GuestEpochs::default());
     }
     let Owner { run, boot, .. } = read_claim(store, tail.claim)?.owner;
@@ -369,7 +420,8 @@ fn with_guest_epochs(store: &StoreDirectory, owner: &Owner, tail: &LogTail) -> R
 /// Returns the error for an owner of epoch `mine` that was superseded by entry `log_number` of another owner.
 pub(crate) fn superseded(store: &StoreDirectory, mine: u64, log_number: u64) -> StoreError {
     // Later owners may have claimed the store since.
-    let newest = tail(store).map_or(log_number, |tail| tail.claim.max(log_number));
+    let found = EntryId::numbered(log_number);
+    let newest = tail(store).map_or(found, |tail| if tail.claim.log_number < log_number { found } else { tail.claim });
     match read_claim(store, newest) {
         Ok(Claim { epoch, owner, .. }) => StoreError::Superseded { store: store.name().into(), mine, epoch, owner },
         Err(e) => e,

@@ -8,7 +8,7 @@ use crate::image::{LocalHotPages, LocalImage};
 use crate::location::{Location, Storage};
 use crate::log;
 use crate::remote::{CheckpointRequest, RemoteHotPages, RemoteImage, SpareConnections};
-use crate::types::{CheckpointInfo, KnownState, Vm};
+use crate::types::{CheckpointInfo, Expected, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use serde_json::Value;
@@ -23,8 +23,8 @@ pub struct ReadOptions {
     /// Required VM of the store; `None` for any VM.
     pub vm: Option<Uuid>,
     pub credentials: Option<Credentials>,
-    /// State that the store must have reached. Not checked for a store on a server.
-    pub known: Option<KnownState>,
+    /// What the store must be. Not checked for a store on a server.
+    pub expected: Option<Expected>,
     /// Build the index of pages only when the first page is read. Building takes longer the larger the guest is, and
     /// some callers need only the description of the checkpoint.
     pub lazy: bool,
@@ -75,8 +75,8 @@ impl Image {
     /// Errors of [`Image::open`] for a store in a directory.
     pub fn on_disk(storage: impl Into<Storage>, which: &ReadOptions) -> Result<Self> {
         let store = StoreDirectory::open(storage, which.vm)?;
-        if let Some(known) = which.known {
-            log::check_reached(&store, &log::tail(&store)?, known)?;
+        if let Some(expected) = &which.expected {
+            log::check_expected(&store, &log::tail(&store)?, expected)?;
         }
         let vm = store.vm.clone();
         let local =

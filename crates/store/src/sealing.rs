@@ -22,6 +22,8 @@ pub const TAG_LEN: usize = 16;
 pub const KEY_LEN: usize = 32;
 /// Bytes of an encoded [`Seal`].
 pub const SEAL_LEN: usize = 40;
+/// Bytes of a [`SealId`].
+pub const SEAL_ID_LEN: usize = 16;
 
 const FILE_KEY_LABEL: &[u8] = b"rekindle store file 1\0";
 const KEY_ID_LABEL: &[u8] = b"rekindle store key id 1\0";
@@ -117,6 +119,14 @@ impl Seal {
         out.extend_from_slice(&self.salt);
     }
 
+    /// Returns what distinguishes the file from every other one that has, or has had, the same name.
+    #[must_use]
+    pub fn id(&self) -> SealId {
+        let mut id = [0; SEAL_ID_LEN];
+        id.iter_mut().zip(self.salt).for_each(|(to, from)| *to = from);
+        SealId(id)
+    }
+
     #[must_use]
     pub fn decode(bytes: [u8; SEAL_LEN]) -> Self {
         let (mut key, mut salt) = ([0; 8], [0; 32]);
@@ -124,6 +134,11 @@ impl Seal {
         Self { key: KeyId(key), salt }
     }
 }
+
+/// Identifies one encrypted file: the beginning of the random number from which its key is derived. After a store was rolled
+/// back, another file of the same name may be written; no key opens both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SealId(pub [u8; SEAL_ID_LEN]);
 
 /// A file of a store, as its key is bound to it. A file that is moved to another place cannot be opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -91,7 +91,12 @@ pub(crate) fn open_checked(store: &StoreDirectory, extent: SegmentExtent) -> Res
     let header = store.read_at(&file, &name, 0, 64 + SEAL_LEN)?;
     let identity = FileIdentity::Segment { epoch: extent.epoch, number: extent.number };
     let key = check_header(&header, store.id, extent.epoch, extent.number)
-        .and_then(|seal| store.find_key(identity, seal, Structure::SegmentHeader))
+        .and_then(|seal| {
+            let key = store.find_key(identity, seal, Structure::SegmentHeader)?;
+            let what = "it is another file than the one that the manifest lists";
+            let is_listed = seal.map(|seal| seal.id()) == extent.seal;
+            is_listed.then_some(key).ok_or(Flaw::bad(Structure::SegmentHeader, 0, what))
+        })
         .map_err(|flaw| StoreError::flaw(store.name(), &name, flaw))?;
     Ok(OpenSegment { file, key })
 }

@@ -58,17 +58,39 @@ pub enum OnlyIf {
     Epoch(u64),
     /// The guest is still the one that began in epoch `run`, even if the store has had other owners since.
     Run { run: u64 },
-    /// The store has reached this state.
-    Reached(KnownState),
+    /// The store is the expected one, and has reached the expected state.
+    Expected(Expected),
 }
 
-/// State that a store is known to have reached. A store that has not reached it was rolled back, or is an old copy.
+/// A state of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct KnownState {
     /// Owner epoch.
     pub epoch: u64,
     /// Number of the newest checkpoint.
     pub checkpoint: u64,
+}
+
+/// What is known of a store that was used before. A store that has not reached the same state was rolled back, or is an old copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KnownStore {
+    /// ID of the store.
+    pub id: Uuid,
+    pub encrypted: bool,
+    #[serde(flatten)]
+    pub reached: KnownState,
+    /// Checksum in the footer of the newest checkpoint's log entry: two histories of one store may have a checkpoint of
+    /// the same number. 0 without a checkpoint.
+    pub footer: u64,
+}
+
+/// What a store must be to be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Expected {
+    /// The state that the store must have reached, whichever it is.
+    pub at_least: KnownState,
+    /// What is known of the store of the VM. If it is encrypted, no other store may take its place.
+    pub known: Option<KnownStore>,
 }
 
 impl fmt::Display for KnownState {

@@ -14,6 +14,7 @@ use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
 use crate::format::base::{IndexEntry, Location};
 use crate::format::entry::{Kind, Section};
+use crate::format::manifest::EntryId;
 use crate::format::names;
 use crate::format::page::unpack;
 use crate::image::LocalImage;
@@ -105,7 +106,7 @@ fn verify_log(store: &StoreDirectory, verified: &mut Verified) {
     for log_number in listing.log_numbers {
         let entry = verified.note(store, log::read(store, log_number));
         if entry.is_some_and(|entry| entry.kind == Kind::Claim) {
-            verified.note(store, log::read_claim(store, log_number));
+            verified.note(store, log::read_claim(store, EntryId::numbered(log_number)));
         }
     }
 }

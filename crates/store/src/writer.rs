@@ -19,7 +19,7 @@ use crate::format::segment::Record;
 use crate::location::{Location, Storage};
 use crate::packing::{FrameBuilder, PackJob, pack_all};
 use crate::remote;
-use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
+use crate::types::{Block, Committed, Guest, KnownStore, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageNo, PageRuns};
 use serde_json::Value;
@@ -187,6 +187,13 @@ impl Writer {
     pub fn epoch(&self) -> u64 {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
+    }
+
+    /// Returns the state that the store has reached; `None` for a store on a server, and if the store's thread has ended.
+    #[must_use]
+    pub fn known_store(&self) -> Option<KnownStore> {
+        let (reply, answer) = mpsc::channel();
+        self.ask(Request::KnownStore(reply)).and_then(|()| self.answer(&answer)).ok().flatten()
     }
 
     /// Returns the number that the next checkpoint gets.

@@ -142,14 +142,14 @@ impl Engine {
 
     /// Creates a new segment, which no manifest lists yet. Returns its position.
     pub(super) fn create_segment(&mut self, role: Role) -> Result<usize> {
-        let extent = SegmentExtent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
-        let name = names::segment(extent.epoch, extent.number);
+        let (epoch, number) = (self.claim.epoch, self.next_segment);
+        let name = names::segment(epoch, number);
         self.next_segment += 1;
-        let identity = FileIdentity::Segment { epoch: extent.epoch, number: extent.number };
-        let (seal, key) = self.store.create_key(identity, &name)?.unzip();
+        let (seal, key) = self.store.create_key(FileIdentity::Segment { epoch, number }, &name)?.unzip();
+        let extent = SegmentExtent { epoch, number, len: 0, seal: seal.map(|seal| seal.id()) };
         let file: Arc<dyn DurableFile> =
             self.store.disk.create(&name).map_err(self.store.failed(&name, "creating a segment"))?;
-        let header = segment::encode_header(self.store.id, extent.epoch, extent.number, seal);
+        let header = segment::encode_header(self.store.id, epoch, number, seal);
         let written = file.write_at(&header, 0).map_err(self.store.failed(&name, "writing its header"));
         let added = written.and_then(|()| {
             let full = self.bad_blocks("it has too many segments");

@@ -131,7 +131,7 @@ impl Engine {
         Ok(writer.next_block < writer.blocks.len())
     }
 
-    fn finish_base_index(&self, writer: &BaseIndexWriter) -> Result<()> {
+    fn finish_base_index(&mut self, writer: &BaseIndexWriter) -> Result<()> {
         let covered_extent = |extent: &SegmentExtent| {
             let len = writer.covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
             SegmentExtent { len, ..*extent }
@@ -142,6 +142,7 @@ impl Engine {
             blocks: writer.blocks.clone(),
             segments: self.pool.last_extents().iter().map(covered_extent).collect(),
             part_checksums: writer.part_checksums.clone(),
+            entry_footer: self.store.is_encrypted().then_some(self.newest_manifest_entry.footer),
         };
         let failed = |doing| self.store.failed(&writer.name, doing);
         let encoded =
@@ -149,13 +150,15 @@ impl Engine {
         writer.file.write_at(&encoded.trailer, writer.end).map_err(failed("writing a base index"))?;
         writer.file.write_at(&encoded.header, 0).map_err(failed("writing a base index"))?;
         writer.file.sync().map_err(failed("making a base index durable"))?;
-        match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry, self.claim.epoch)) {
+        match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry.log_number, self.claim.epoch)) {
             // An existing base index of the same log entry is equivalent.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             result => result.map_err(failed("linking a base index"))?,
         }
         self.store.disk.sync_directory(names::INDEX).map_err(failed("making a base index durable"))?;
+        self.base_entries.push(self.newest_manifest_entry);
         self.remove_old_base_indices();
+        self.forget_removed_base_indices();
         Ok(())
     }
 
@@ -181,6 +184,15 @@ impl Engine {
                 let _ = self.store.disk.remove(&name);
             }
         }
+    }
+
+    /// Removes the log entries from the list after which no base index exists any more.
+    pub(super) fn forget_removed_base_indices(&mut self) {
+        let Ok(files) = self.store.disk.list(names::INDEX) else { return };
+        let existing: Vec<u64> =
+            files.iter().filter_map(|(name, _)| names::parse_base(name)).map(|(log_number, _)| log_number).collect();
+        self.base_entries.retain(|entry| existing.contains(&entry.log_number));
+        self.base_entries.dedup();
     }
 
     /// Reads the checkpoint from which on a base index is usable; `None` if its header cannot be read.

@@ -30,7 +30,9 @@ use super::{BlockState, Engine, OpenCheckpoint, PendingPage};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::entry::{self, EncodedEntry, Kind, Section};
-use crate::format::manifest::{CheckpointTable, KeptCheckpoint, Manifest, SegmentExtent, StoredBlock};
+use crate::format::manifest::{
+    CheckpointTable, EntryId, KeptCheckpoint, Manifest, SealedPart, SegmentExtent, StoredBlock,
+};
 use crate::format::names;
 use crate::log::{self, NotAppended};
 use crate::types::{Committed, now_us};
@@ -180,7 +182,7 @@ impl Engine {
             }
         }
         // The new manifest replaces the previous one, which has an entry of its own if a compaction wrote it.
-        let previous = self.newest_manifest_entry;
+        let previous = self.newest_manifest_entry.log_number;
         let is_of_checkpoint = self.kept.iter().any(|kept| kept.log_number == previous);
         if previous != 0 && !is_of_checkpoint {
             dropped_entries.push(previous);
@@ -276,7 +278,11 @@ impl Engine {
         mut segments: Vec<SegmentExtent>,
     ) -> Manifest {
         segments.sort_unstable_by_key(|extent| extent.number);
-        Manifest { claim: self.claim.log_number, next_block, next_segment: self.next_segment, kept, segments }
+        let sealed = self.store.is_encrypted().then(|| SealedPart {
+            claim_footer: self.claim.entry.footer,
+            base_entries: self.base_entries.clone(),
+        });
+        Manifest { claim: self.claim.entry.log_number, next_block, next_segment: self.next_segment, kept, segments, sealed }
     }
 
     /// Returns the block table of the open checkpoint, whose number will be `number`.
@@ -321,8 +327,9 @@ impl Engine {
     /// Updates the state in memory after the commit: the pages of the committed checkpoint become the newest.
     fn apply_commit(&mut self, checkpoint: &OpenCheckpoint, plan: CommitPlan) {
         let CommitPlan { number, log_number, checkpoints, segments } = plan;
-        self.newest_manifest_entry = log_number;
         self.kept = checkpoints.kept;
+        let footer = self.kept.last().map_or(0, |kept| kept.footer);
+        self.newest_manifest_entry = EntryId { log_number, footer };
         self.mark_segments_committed(checkpoint);
         let replaced = self.apply_pages(checkpoint, number);
         self.apply_blocks(checkpoint, number);

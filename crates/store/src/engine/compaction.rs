@@ -12,7 +12,7 @@ use super::{Engine, OpenCheckpoint};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::entry::{self, Kind as EntryKind, Section};
-use crate::format::manifest::SegmentExtent;
+use crate::format::manifest::{EntryId, SegmentExtent};
 use crate::format::segment::{
     Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, Kind, ListedPage, MAX_DIRECTORY_BYTES, MAX_FRAME_PAGES,
     RECORD_LEN, Record, seal_frame,
@@ -186,7 +186,7 @@ impl Engine {
     /// Returns whether there are so many small segments that they are to be merged.
     pub(super) fn wants_merge(&self) -> bool {
         !self.background_failed
-            && !self.store.disk.can_append()
+            && (!self.store.disk.can_append() || self.store.is_encrypted())
             && self.small_segments().nth(MAX_SMALL_SEGMENTS).is_some()
     }
 
@@ -422,7 +422,7 @@ impl Engine {
         let sections = [(Section::Manifest, manifest.as_slice())];
         let entry = entry::encode(self.store.id, EntryKind::Compaction, self.claim.epoch, log_number, &sections);
         self.append_entry(log_number, &entry.bytes, &mut compaction.sync_time)?;
-        let previous_state = std::mem::replace(&mut self.newest_manifest_entry, log_number);
+        let previous_state = std::mem::replace(&mut self.newest_manifest_entry, EntryId { log_number, footer: entry.footer }).log_number;
         if let Some(output) = compaction.output {
             self.apply_moves(compaction, output);
         }

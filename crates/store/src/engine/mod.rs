@@ -26,13 +26,13 @@ mod run;
 use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
-use crate::format::manifest::{KeptCheckpoint, StoredBlock, check_blocks};
+use crate::format::manifest::{EntryId, KeptCheckpoint, StoredBlock, check_blocks};
 use crate::format::names;
 use crate::format::page::Digester;
 use crate::log::{self, Claim};
 use crate::page_table::{PageDigests, PageTable};
 use crate::segments::OpenSegments;
-use crate::types::{Block, Pages};
+use crate::types::{Block, KnownStore, Pages};
 use pool::SegmentPool;
 use rekindle_pages::{DirtySet, PAGE_SIZE};
 use replaced::ReplacedRecords;
@@ -164,8 +164,10 @@ pub(crate) struct Engine {
     claim: Claim,
     /// Number of the last log entry that was written or found.
     newest_entry: u64,
-    /// Number of the newest log entry with a manifest; 0 if there is none.
-    newest_manifest_entry: u64,
+    /// The newest log entry with a manifest; number 0 if there is none.
+    newest_manifest_entry: EntryId,
+    /// Log entries after which the existing base indices of this history were written.
+    base_entries: Vec<EntryId>,
     pool: SegmentPool,
     /// Buffer for an encrypted frame.
     sealed_frame: Vec<u8>,
@@ -211,6 +213,11 @@ impl Engine {
 
     pub fn opened(&self) -> OpenedStore {
         OpenedStore { digester: self.store.digester(), newest: self.newest(), epoch: self.claim.epoch }
+    }
+
+    /// Returns the state of the store as this owner has left it.
+    pub fn known_store(&self) -> KnownStore {
+        KnownStore::of(&self.store, self.claim.epoch, self.kept.last().copied())
     }
 
     /// Returns the name of the store for messages.
@@ -308,13 +315,15 @@ impl Engine {
             }
             segment.end = committed;
             segment.is_dirty = false;
-            if segment.key.is_some() {
-                // Its key was used with the nonces of these bytes, so nothing else may be written there.
-                segment.is_sound = false;
-            }
             // Truncating only frees space. If it fails, later frames overwrite the bytes.
             if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
                 tracing::debug!("cannot truncate a segment: {e}");
+            }
+            if segment.key.take().is_some() {
+                // Its key was used with the nonces of these bytes, so nothing else may be written there.
+                segment.file = None;
+                segment.is_sound = false;
+                self.active = self.active.filter(|active| *active != position);
             }
         }
         self.blocks.retain(|state| !state.is_new);

@@ -9,7 +9,7 @@ use super::{BlockState, Engine, EngineSettings};
 use crate::checkpoints::{read_kept_entry, read_table};
 use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
-use crate::format::manifest::{CheckpointTable, Manifest};
+use crate::format::manifest::{CheckpointTable, EntryId, Manifest};
 use crate::format::{entry, names};
 use crate::index::{BaseIndexUse, Index};
 use crate::location::Storage;
@@ -38,8 +38,9 @@ impl Engine {
         };
         let (claim, tail) = log::claim(&store, owner, only_if)?;
         let mut engine = Self {
-            newest_entry: claim.log_number,
-            newest_manifest_entry: 0,
+            newest_entry: claim.entry.log_number,
+            newest_manifest_entry: EntryId::default(),
+            base_entries: Vec::new(),
             claim,
             store,
             settings,
@@ -63,7 +64,10 @@ impl Engine {
             broken: None,
         };
         if let Some(state) = tail.newest_state {
-            engine.newest_manifest_entry = state.entry.log_number;
+            engine.newest_manifest_entry =
+                EntryId { log_number: state.entry.log_number, footer: state.entry.footer };
+            engine.base_entries = state.manifest.sealed.clone().unwrap_or_default().base_entries;
+            engine.forget_removed_base_indices();
             let Some(newest) = state.manifest.newest() else { return Ok(engine) };
             let entry = read_kept_entry(&engine.store, &state.manifest, newest)?;
             let table = read_table(&engine.store, &entry)?;
@@ -161,7 +165,7 @@ impl Engine {
         }
         let Some(log_number) = names::parse_entry(name) else { return false };
         let is_needed =
-            log_number >= self.newest_manifest_entry || manifest.kept.iter().any(|kept| kept.log_number == log_number);
+            log_number >= self.newest_manifest_entry.log_number || manifest.kept.iter().any(|kept| kept.log_number == log_number);
         // Claims are never removed.
         let may_be_state = len > MAX_CLAIM_BYTES || log_number > manifest.claim;
         let is_claim = || log::read(&self.store, log_number).map_or(true, |entry| entry.kind == entry::Kind::Claim);

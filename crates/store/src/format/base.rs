@@ -99,6 +99,8 @@ pub struct BaseIndex {
     /// Segments by position, to which a [`Location`] refers. The index covers the first `len` bytes of each.
     pub segments: Vec<SegmentExtent>,
     pub part_checksums: Vec<u64>,
+    /// Only in an encrypted store: checksum in the footer of the log entry after which the index was written.
+    pub entry_footer: Option<u64>,
 }
 
 /// Returns the bytes of a part with `pages` pages in the file.
@@ -141,6 +143,9 @@ impl BaseIndex {
         }
         trailer.put_u32(self.part_checksums.len() as u32);
         self.part_checksums.iter().for_each(|checksum| trailer.put_u64(*checksum));
+        if let Some(footer) = self.entry_footer {
+            trailer.put_u64(footer);
+        }
         let fields = BaseHeader {
             store: id,
             covers_through: self.covers_through,
@@ -229,15 +234,20 @@ impl BaseIndex {
                 blocks: vec![],
                 segments: vec![],
                 part_checksums: vec![],
+                entry_footer: None,
             };
             for _ in 0..reader.count(10)? {
                 base.blocks.push(BaseBlock { number: reader.u16()?, pages: reader.u64()? });
             }
             for _ in 0..reader.count(24)? {
-                base.segments.push(SegmentExtent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
+                let (epoch, number, len) = (reader.u64()?, reader.u64()?, reader.u64()?);
+                base.segments.push(SegmentExtent { epoch, number, len, seal: None });
             }
             for _ in 0..reader.count(8)? {
                 base.part_checksums.push(reader.u64()?);
+            }
+            if key.is_some() {
+                base.entry_footer = Some(reader.u64()?);
             }
             reader.rest().is_empty().then_some(base)
         };
@@ -339,13 +349,14 @@ mod tests {
     #[test]
     fn a_base_comes_back_and_every_flipped_bit_is_seen() {
         let id = Uuid::from_u128(3);
-        let segments = vec![SegmentExtent { epoch: 1, number: 5, len: 1000 }];
+        let segments = vec![SegmentExtent { epoch: 1, number: 5, len: 1000, seal: None }];
         let base = BaseIndex {
             covers_through: 3,
             usable_from: 5,
             blocks: vec![BaseBlock { number: 0, pages: 4097 }, BaseBlock { number: 3, pages: 1 }],
             segments,
             part_checksums: vec![1, 2, 3],
+            entry_footer: None,
         };
         let EncodedBase { header, trailer } = base.encode(id, 9999, None).unwrap();
         let read = |header: &[u8], trailer: &[u8]| {

@@ -4,6 +4,7 @@
 use super::codec::{Reader, Writer};
 use super::segment;
 use super::{Flaw, Structure};
+use crate::sealing::{SEAL_ID_LEN, SealId};
 use crate::types::{Block, Pages};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +16,21 @@ pub struct KeptCheckpoint {
     pub footer: u64,
 }
 
+/// A log entry, and the checksum in its footer: 0 if it is unknown. After a store was rolled back, another entry may get the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EntryId {
+    pub log_number: u64,
+    pub footer: u64,
+}
+
+impl EntryId {
+    /// Returns the entry of this number, whatever its footer is.
+    #[must_use]
+    pub fn numbered(log_number: u64) -> Self {
+        Self { log_number, footer: 0 }
+    }
+}
+
 /// The committed part of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentExtent {
@@ -24,6 +40,8 @@ pub struct SegmentExtent {
     pub number: u64,
     /// Committed bytes.
     pub len: u64,
+    /// The file of an encrypted segment.
+    pub seal: Option<SealId>,
 }
 
 /// List of all valid checkpoints and segments.
@@ -39,6 +57,18 @@ pub struct Manifest {
     pub kept: Vec<KeptCheckpoint>,
     /// Segments, ascending by number.
     pub segments: Vec<SegmentExtent>,
+    /// What an encrypted store has in addition.
+    pub sealed: Option<SealedPart>,
+}
+
+/// The part of a manifest that only an encrypted store has. It binds files to the history that the manifest belongs to: a file
+/// of the same name from before a rollback is authentic, too, but of another history.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SealedPart {
+    /// Checksum in the footer of the claim's entry.
+    pub claim_footer: u64,
+    /// Log entries after which base indices were written that may be used. When it is read, the manifest's own entry is added.
+    pub base_entries: Vec<EntryId>,
 }
 
 impl Manifest {
@@ -59,6 +89,17 @@ impl Manifest {
             out.put_u64(segment.epoch);
             out.put_u64(segment.number);
             out.put_u64(segment.len);
+        }
+        if let Some(sealed) = &self.sealed {
+            for segment in &self.segments {
+                out.extend_from_slice(&segment.seal.unwrap_or(SealId([0; SEAL_ID_LEN])).0);
+            }
+            out.put_u64(sealed.claim_footer);
+            out.put_u32(sealed.base_entries.len() as u32);
+            for entry in &sealed.base_entries {
+                out.put_u64(entry.log_number);
+                out.put_u64(entry.footer);
+            }
         }
         out
     }
@@ -89,7 +130,18 @@ impl Manifest {
                     epoch: reader.u64()?,
                     number: reader.u64()?,
                     len: reader.u64()?,
+                    seal: None,
                 });
+            }
+            if !reader.rest().is_empty() {
+                for segment in &mut manifest.segments {
+                    segment.seal = Some(SealId(reader.array()?));
+                }
+                let mut sealed = SealedPart { claim_footer: reader.u64()?, base_entries: Vec::new() };
+                for _ in 0..reader.count(16)? {
+                    sealed.base_entries.push(EntryId { log_number: reader.u64()?, footer: reader.u64()? });
+                }
+                manifest.sealed = Some(sealed);
             }
             reader.rest().is_empty().then_some(manifest)
         };
@@ -280,11 +332,19 @@ mod tests {
                 KeptCheckpoint { number: 2, log_number: 9, footer: 0 },
             ],
             segments: vec![
-                SegmentExtent { epoch: 1, number: 4, len: 8192 },
-                SegmentExtent { epoch: 2, number: 11, len: 4096 },
+                SegmentExtent { epoch: 1, number: 4, len: 8192, seal: None },
+                SegmentExtent { epoch: 2, number: 11, len: 4096, seal: None },
             ],
+            sealed: None,
         };
         assert_eq!(Manifest::decode(&manifest.encode()), Ok(manifest.clone()));
+        let mut sealed = manifest.clone();
+        let base_entries = vec![EntryId { log_number: 9, footer: 5 }];
+        sealed.sealed = Some(SealedPart { claim_footer: 8, base_entries });
+        for (segment, n) in sealed.segments.iter_mut().zip(1..) {
+            segment.seal = Some(SealId([n; SEAL_ID_LEN]));
+        }
+        assert_eq!(Manifest::decode(&sealed.encode()), Ok(sealed.clone()));
         let mut bad = manifest.clone();
         bad.segments.reverse();
         assert!(Manifest::decode(&bad.encode()).is_err());

@@ -7,7 +7,7 @@ use super::BlockInBase;
 use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
 use crate::format::base::{self, BaseIndex, HEADER_FIELDS_LEN, HEADER_LEN, IndexEntry, PART_PAGES};
-use crate::format::manifest::Manifest;
+use crate::format::manifest::{EntryId, Manifest};
 use crate::format::{Flaw, Structure, names};
 use crate::sealing::{FileIdentity, FileKey};
 use rekindle_kernel::durable_file::DurableFile;
@@ -75,6 +75,12 @@ impl LoadedBase {
         let base = BaseIndex::decode(&header, &mut trailer, key.as_ref()).map_err(flawed)?;
         if end_of_parts(&base, key.is_some()) != Some(header.trailer_at) {
             let what = "its parts are not as long as its blocks";
+            return Err(flawed(Flaw::bad(Structure::BaseTrailer, header.trailer_at, what)));
+        }
+        if let (Some(footer), Some(sealed)) = (base.entry_footer, &manifest.sealed)
+            && !sealed.base_entries.contains(&EntryId { log_number, footer })
+        {
+            let what = "it was not written after that log entry of this history of the store";
             return Err(flawed(Flaw::bad(Structure::BaseTrailer, header.trailer_at, what)));
         }
         let in_manifest: HashMap<(u64, u64), usize> = manifest

@@ -21,7 +21,8 @@ mod write_session;
 use crate::error::{Result, StoreError};
 use crate::fencing::Fenced;
 use crate::listing::Listing;
-use crate::types::{OnlyIf, Owner, Vm};
+use crate::log::require_reached;
+use crate::types::{KnownState, OnlyIf, Owner, Vm};
 use crate::url::Remote;
 use crate::verify::Verified;
 use connection::Connection;
@@ -88,7 +89,18 @@ pub(crate) fn fence(
     identity: Option<&Identity>,
     spare: &SpareConnections,
 ) -> Result<Fenced> {
+    // The server may be older than the condition.
+    let only_if = match only_if {
+        Some(OnlyIf::Expected(expected)) => {
+            let listing = listing(server, identity)?;
+            let checkpoint = listing.checkpoints.last().map_or(0, |listed| listed.number);
+            let found = KnownState { epoch: listing.epoch, checkpoint };
+            require_reached(&server.to_string(), &vm.name, found, expected.at_least)?;
+            Some(OnlyIf::Epoch(listing.epoch))
+        }
+        other => other,
+    };
     let purpose = Purpose::Fence { vm: vm.clone(), owner: owner.clone(), only_if };
     let (_, welcome) = greet_over(spare, server, identity, &purpose)?;
-    Ok(Fenced { epoch: welcome.epoch, newest: welcome.newest })
+    Ok(Fenced { epoch: welcome.epoch, newest: welcome.newest, known: None })
 }

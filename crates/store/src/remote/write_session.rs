@@ -113,6 +113,7 @@ impl WriteSession {
                 Request::Compact(reply) => drop(reply.send(self.compact())),
                 Request::Settle(reply) => drop(reply.send(self.settle())),
                 Request::Epoch(reply) => drop(reply.send(self.epoch)),
+                Request::KnownStore(reply) => drop(reply.send(None)),
             }
         }
     }

@@ -20,7 +20,7 @@ use crate::listing::list;
 use crate::location::Storage;
 use crate::log;
 use crate::sealing::tests::sealed_pieces;
-use crate::types::{Guest, KnownState, OnlyIf, Owner, Vm};
+use crate::types::{Expected, Guest, KnownStore, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::verify;
 use proptest::prelude::*;
@@ -240,22 +240,27 @@ fn commands_get_the_keys_from_a_file() {
     assert!(matches!(e, StoreError::NoKeysOnServer { .. }), "{e}");
 }
 
-/// Returns the state that the store of `model` has reached.
-fn reached(disk: &impl TestDisk, model: &Model) -> KnownState {
-    let epoch = list(&StoreDirectory::open(disk.shared(), None).unwrap()).unwrap().epoch;
-    KnownState { epoch, checkpoint: model.newest() }
+/// Returns what is known of a store now.
+fn known_store(disk: &impl TestDisk) -> KnownStore {
+    let store = StoreDirectory::open(disk.shared(), None).unwrap();
+    let tail = log::tail(&store).unwrap();
+    KnownStore::of(&store, tail.epoch, tail.newest_state.and_then(|state| state.manifest.newest()))
 }
 
-fn check_known(disk: &impl TestDisk, known: KnownState) -> Result<()> {
+fn expected(known: KnownStore) -> Expected {
+    Expected { known: Some(known), ..Expected::default() }
+}
+
+fn check_known(disk: &impl TestDisk, known: KnownStore) -> Result<()> {
     let store = StoreDirectory::open(disk.shared(), None)?;
-    log::check_reached(&store, &log::tail(&store)?, known)
+    log::check_expected(&store, &log::tail(&store)?, &expected(known))
 }
 
 #[test]
 fn a_store_that_was_rolled_back_is_rejected() {
     let disk = Disk::default();
-    let model = fill(&disk);
-    let known = reached(&disk, &model);
+    fill(&disk);
+    let known = known_store(&disk);
     check_known(&disk, known).unwrap();
     // The newest entries are removed one after the other, each with its second name.
     let mut entries: Vec<String> = disk.names().into_iter().filter(|name| name.starts_with(names::LOG)).collect();
@@ -274,11 +279,11 @@ fn a_store_that_was_rolled_back_is_rejected() {
         assert!(matches!(e, StoreError::RolledBack { .. }), "{e}");
         let restored = Owner::here("restore web").with(Guest::Restored);
         let copy = Encrypted(rolled_back.0.copy());
-        let e = fence_directory(copy.shared(), &vm(), &restored, Some(OnlyIf::Reached(known))).unwrap_err();
+        let e = fence_directory(copy.shared(), &vm(), &restored, Some(OnlyIf::Expected(expected(known)))).unwrap_err();
         assert!(matches!(e, StoreError::RolledBack { .. }), "{e}");
     }
     let restored = Owner::here("restore web").with(Guest::Restored);
-    fence_directory(disk.shared(), &vm(), &restored, Some(OnlyIf::Reached(known))).unwrap();
+    fence_directory(disk.shared(), &vm(), &restored, Some(OnlyIf::Expected(expected(known)))).unwrap();
 }
 
 /// Recomputes all checksums in a file of a store, as an attacker can.
@@ -322,7 +327,7 @@ fn fix_checksums(name: &str, bytes: &mut [u8]) {
 }
 
 /// Asserts that each page that can be read, and the device state, is correct. Returns whether anything was rejected.
-fn read_all(disk: &Disk, model: &Model, known: KnownState) -> bool {
+fn read_all(disk: &Disk, model: &Model, known: KnownStore) -> bool {
     let mut is_rejected = check_known(disk, known).is_err();
     if !is_rejected {
         match image(disk, None) {
@@ -359,7 +364,7 @@ struct Attacker {
     disk: CrashDisk,
     /// A store of another VM with the same key, another store of the same VM, an earlier state of the store, and a store
     /// without encryption.
-    others: [CrashDisk; 4],
+    others: [CrashDisk; 5],
     random: fastrand::Rng,
 }
 
@@ -460,11 +465,63 @@ impl Attacker {
     }
 }
 
+/// Continues the store in `earlier` with three checkpoints and a base index. `model` is its model.
+fn branch(earlier: &CrashDisk, model: &mut Model, first_change: u64) -> Disk {
+    let disk = Encrypted(earlier.copy());
+    let mut engine = open_as(&disk, 3, "newest owner", None).unwrap();
+    for n in first_change..first_change + 3 {
+        model.commit(&mut engine, &change(n)).unwrap();
+    }
+    engine.settle().unwrap();
+    engine.remove_obsolete_files();
+    disk
+}
+
+/// After a store was rolled back, its files get the names of earlier ones, with the same keys.
+#[test]
+fn files_of_two_histories_of_a_store_cannot_be_mixed() {
+    let disk = Disk::default();
+    let model = fill(&disk);
+    let (mut first_model, mut second_model) = (model.clone(), model);
+    let first = branch(&disk.0, &mut first_model, 20);
+    let second = branch(&disk.0, &mut second_model, 30);
+    let known = known_store(&first);
+    assert!(!read_all(&first, &first_model, known));
+    let common: Vec<String> = first.0.names().into_iter().filter(|name| second.0.content(name).is_ok()).collect();
+    let (mut segments, mut base_indices) = (0, 0);
+    for name in common.iter().filter(|name| first.0.content(name).unwrap() != second.0.content(name).unwrap()) {
+        let mixed = Encrypted(first.0.copy());
+        mixed.0.change(name, |content| *content = second.0.content(name).unwrap());
+        let is_rejected = read_all(&mixed, &first_model, known);
+        if name.starts_with(names::INDEX) {
+            // It is not used, but built from the directories.
+            base_indices += 1;
+            let warnings = verify(&StoreDirectory::open(mixed.shared(), None).unwrap(), |_, _| {}).unwrap().warnings;
+            assert!(warnings.iter().any(|warning| warning.contains("of this history")), "{warnings:?}");
+        } else {
+            segments += usize::from(name.starts_with(names::SEGMENTS));
+            // A claim is read by those that want to know the owner.
+            let is_listed = list(&StoreDirectory::open(mixed.shared(), None).unwrap()).is_ok();
+            assert!(is_rejected || !is_listed || name.contains("last-"), "{name}");
+        }
+    }
+    assert!(segments > 0 && base_indices > 0, "{common:?}");
+    // The whole other history.
+    let e = check_known(&second, known).unwrap_err();
+    assert!(matches!(e, StoreError::OtherHistory { .. }), "{e}");
+    // Another store of the same VM and key. Without encryption, the ID of a store proves nothing.
+    let (another, plain) = (Disk::default(), CrashDisk::default());
+    fill(&another);
+    fill(&plain);
+    let e = check_known(&another, known).unwrap_err();
+    assert!(matches!(e, StoreError::OtherStore { .. }), "{e}");
+    check_known(&another, KnownStore { id: Uuid::from_u128(5), ..known_store(&plain) }).unwrap();
+}
+
 #[test]
 fn no_change_of_ten_thousand_gives_wrong_content() {
     let disk = Disk::default();
-    let model = fill(&disk);
-    let known = reached(&disk, &model);
+    let mut model = fill(&disk);
     let settings = EngineSettings { keep: 3, segment: 48 << 10, create: true };
     let another_vm = CrashDisk::default();
     let other = Vm { uuid: Uuid::from_u128(9), name: "other".into() };
@@ -478,18 +535,19 @@ fn no_change_of_ten_thousand_gives_wrong_content() {
     fill(&Encrypted(again.clone()));
     fill(&plain);
     let earlier = disk.0.copy();
-    let mut model = model;
+    // The same store, which another host has continued from the earlier state.
+    let branch = branch(&earlier, &mut model.clone(), 30);
     let mut engine = open_as(&disk, 3, "newest owner", None).unwrap();
     for n in 20..23 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
     engine.settle().unwrap();
     drop(engine);
-    let known = KnownState { epoch: known.epoch + 1, checkpoint: model.newest() };
-    assert_eq!(known, reached(&disk, &model));
+    let known = known_store(&disk);
+    assert_eq!((known.reached.epoch, known.reached.checkpoint), (4, model.newest()));
     assert!(!read_all(&disk, &model, known));
     let random = fastrand::Rng::with_seed(0);
-    let others = [another_vm, again, earlier, plain];
+    let others = [another_vm, again, earlier, plain, branch.0];
     let mut attacker = Attacker { disk: disk.0.copy(), others, random };
     let mut rejected = 0;
     for n in 0..10_000 {

@@ -74,6 +74,6 @@ fn open_image(disk: Arc<LocalDisk>, request: &CheckpointRequest) -> Result<Local
 }
 
 fn fence(disk: Arc<LocalDisk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<Welcome> {
-    let (store, Fenced { epoch, newest }) = fence_directory(disk, vm, owner, only_if)?;
+    let (store, Fenced { epoch, newest, .. }) = fence_directory(disk, vm, owner, only_if)?;
     Ok(Welcome { id: store.id, vm: store.vm, epoch, newest, info: None })
 }

@@ -77,7 +77,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     // The error that the previous owner gets names the new owner.
     let fenced =
         admin::fence(&store_url, &vm(), &Owner::here("restore web"), None, Some(&client.clone().into())).unwrap();
-    assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
+    assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7, known: None });
     let e = commit(&mut writer, 5).unwrap_err();
     assert_eq!(owner_of(&e), Some((2, 3, "restore web")), "{e}");
     assert!(admin::compact(&store_url, Some(&client.clone().into())).is_ok());
