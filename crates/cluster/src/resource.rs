@@ -1,9 +1,12 @@
 //! A VM's parameters in the cluster manager, identical on each of its nodes.
 
+use rekindle_protect::known_store::KnownStoreFile;
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_protect::restore::Request;
 use rekindle_store::keys::KeySource;
+use rekindle_store::types::KnownState;
 use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::host::Host;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -35,7 +38,7 @@ pub enum GuestKind {
 
 impl Resource {
     /// Returns the request for a restore of the newest checkpoint.
-    pub(crate) fn restore_request(&self) -> Request {
+    pub(crate) fn restore_request(&self, host: &Host) -> Request {
         let (store, credentials) = (self.protect.store.clone(), self.protect.credentials.clone());
         let hold_output = self.protect.output_commit;
         let (local_definition, local_domain) = match &self.guest {
@@ -51,7 +54,9 @@ impl Resource {
             store,
             credentials,
             at: None,
-            known: None,
+            at_least: KnownState::default(),
+            known_store: KnownStoreFile::of(host, self.name.as_str()),
+            is_store_of_source: false,
             eager: false,
             definition: None,
             local_definition,

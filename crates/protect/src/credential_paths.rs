@@ -13,14 +13,9 @@ pub(crate) struct TlsPaths(PathBuf, PathBuf, PathBuf);
 
 impl TlsPaths {
     fn of(identity: &Identity) -> Self {
-        let Identity { cert, key, ca } = identity.clone();
-        Self(cert, key, ca)
-    }
-
-    /// Makes the paths independent of the working directory.
-    fn absolute(self) -> Self {
-        let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
-        Self(absolute(self.0), absolute(self.1), absolute(self.2))
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let Identity { cert, key, ca } = identity;
+        Self(absolute(cert), absolute(key), absolute(ca))
     }
 
     fn identity(&self) -> Identity {
@@ -38,21 +33,14 @@ pub(crate) enum CredentialPaths {
 }
 
 impl CredentialPaths {
-    /// Returns `None` for empty credentials.
+    /// Returns the paths, independent of the working directory: other processes use them, in other directories. `None` for
+    /// empty credentials.
     pub(crate) fn of(credentials: &Credentials) -> Option<Self> {
         let tls = credentials.tls.as_ref().map(TlsPaths::of);
         match &credentials.keys {
-            Some(keys) => Some(Self::WithKeys { tls, keys: keys.clone() }),
+            Some(keys) => Some(Self::WithKeys { tls, keys: keys.absolute() }),
             None => tls.map(Self::Tls),
         }
-    }
-
-    /// Makes the paths independent of the working directory.
-    pub(crate) fn absolute(credentials: &Credentials) -> Option<Self> {
-        Some(match Self::of(credentials)? {
-            Self::Tls(tls) => Self::Tls(tls.absolute()),
-            Self::WithKeys { tls, keys } => Self::WithKeys { tls: tls.map(TlsPaths::absolute), keys: keys.absolute() },
-        })
     }
 
     pub(crate) fn credentials(&self) -> Credentials {
@@ -64,12 +52,9 @@ impl CredentialPaths {
         }
     }
 
-    /// Returns the key command, which a host must not run if another host names it.
-    pub(crate) fn key_command(&self) -> Option<&str> {
-        match self {
-            Self::WithKeys { keys: KeySource::Command(command), .. } => Some(command),
-            _ => None,
-        }
+    /// Returns whether a command prints the keys. A host must not run it if another host names it.
+    pub(crate) fn has_key_command(&self) -> bool {
+        matches!(self, Self::WithKeys { keys: KeySource::Command(_), .. })
     }
 }
 
@@ -95,5 +80,8 @@ mod tests {
             assert_eq!(serde_json::from_str::<CredentialPaths>(&json).unwrap().credentials(), credentials);
         }
         assert_eq!(CredentialPaths::of(&Credentials::default()), None);
+        let relative = Credentials { tls: None, keys: Some(KeySource::File("keys".into())) };
+        let keys = CredentialPaths::of(&relative).unwrap().credentials().keys.unwrap();
+        assert_eq!(keys, KeySource::File(std::env::current_dir().unwrap().join("keys")));
     }
 }

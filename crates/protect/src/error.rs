@@ -2,6 +2,7 @@
 
 use crate::epochs::EpochError;
 use crate::fill::FillError;
+use crate::known_store::KnownStoreError;
 use crate::owned::{EndGuestError, OwnedElsewhere, StoreGone};
 use crate::pause::PauseError;
 use crate::target::TargetError;
@@ -27,6 +28,9 @@ pub enum ProtectError {
     Target(#[from] TargetError),
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The store is not the one that this host knows, or that is unknown.
+    #[error(transparent)]
+    KnownStore(#[from] KnownStoreError),
     /// The store that this host has written is missing.
     #[error(transparent)]
     StoreGone(#[from] StoreGone),

@@ -107,7 +107,7 @@ impl Fill {
     ) -> Self {
         let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
-        let credentials = credentials.and_then(CredentialPaths::absolute);
+        let credentials = credentials.and_then(CredentialPaths::of);
         let (number, epoch, stage) = (info.number, Some(info.epoch), FillStage::Filling);
         Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, stage }
     }

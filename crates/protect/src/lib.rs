@@ -12,6 +12,7 @@
 //! | [`progress`] | `protect.json`: what a protector has committed |
 //! | [`event`] | the events that a protector reports |
 //! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |
+//! | [`known_store`] | what this host knows of the store: its ID, whether it is encrypted, what it has reached |
 //! | [`candidate`] | boot snapshots |
 //! | [`restore`] | resumes a guest from a checkpoint; its pages load on demand |
 //! | [`fill`], [`pager`] | a restored guest whose memory is incomplete, and the process that loads it |
@@ -29,6 +30,7 @@ mod epochs;
 mod error;
 pub mod event;
 pub mod fill;
+pub mod known_store;
 mod load_pages;
 pub mod moving;
 pub mod output;

@@ -11,7 +11,7 @@ use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_store::remote::SpareConnections;
-use rekindle_store::types::{Guest, KnownState, OnlyIf, Owner, Vm, now_us, utc};
+use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -66,13 +66,17 @@ pub struct StoreGone {
     pub since: Option<String>,
     /// The path has a new store that no VM uses yet.
     pub unused: bool,
+    /// The store is used with a key.
+    pub has_key: bool,
 }
 
 impl StoreGone {
     /// Returns the command that abandons the missing store's checkpoints.
     #[must_use]
     pub fn remedy(&self) -> String {
-        format!("rekindle protect {} --store {} --create-store --abandon-old-checkpoints", self.name, self.store)
+        let Self { name, store, has_key, .. } = self;
+        let key = if *has_key { " --key-file FILE (or --key-command COMMAND)" } else { "" };
+        format!("rekindle protect {name} --store {store} --create-store --abandon-old-checkpoints{key}")
     }
 }
 
@@ -101,7 +105,7 @@ fn path(rundir: &RunDir) -> PathBuf {
 
 impl OwnerRecord {
     pub(crate) fn new(store: &StoreUrl, credentials: Option<&Credentials>, run: u64) -> Self {
-        let credentials = credentials.and_then(CredentialPaths::absolute);
+        let credentials = credentials.and_then(CredentialPaths::of);
         Self { store: absolute_url(store), credentials, run, since_us: Some(now_us()), new_owner: None }
     }
 
@@ -156,20 +160,6 @@ impl OwnerRecord {
         write_json(&path(rundir), self).map_err(|source| TargetError::RunDir { path: path(rundir), source })
     }
 
-    /// Returns the state that `store` is known to have reached from the run directory of its VM; none if this host has not
-    /// written it.
-    ///
-    /// # Errors
-    /// [`TargetError::RunDir`].
-    pub(crate) fn known_state(rundir: &RunDir, store: &StoreUrl) -> Result<Option<KnownState>, TargetError> {
-        let record = Self::read(rundir)?.filter(|record| record.is_of(store));
-        let progress = Progress::read(rundir).filter(|progress| absolute_url(&progress.store) == absolute_url(store));
-        Ok(record.map(|record| KnownState {
-            epoch: record.run,
-            checkpoint: progress.map_or(0, |progress| progress.committed),
-        }))
-    }
-
     /// Returns whether the record is about `store`.
     pub(crate) fn is_of(&self, store: &StoreUrl) -> bool {
         self.store == absolute_url(store)
@@ -182,6 +172,7 @@ impl OwnerRecord {
             store: self.store.to_string(),
             since: self.since_us.map(utc),
             unused: matches!(e, StoreError::Unused { .. }),
+            has_key: self.credentials().is_some_and(|credentials| credentials.keys.is_some()),
         }
     }
 

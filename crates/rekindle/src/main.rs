@@ -43,6 +43,7 @@ fn main() -> ExitCode {
         Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
         Command::Disk(disk) => commands::disk::run(&output, disk),
         Command::Store(Store::Init(arguments)) => commands::store::init(&output, &arguments),
+        Command::Store(Store::Forget(arguments)) => commands::store::forget(&output, &arguments),
         Command::Store(Store::NewKey(arguments)) => commands::store::new_key(&output, &arguments),
         Command::Store(Store::Ls(arguments)) => commands::store::list(&output, &arguments),
         Command::Store(Store::Verify(arguments)) => commands::store::verify(&output, &arguments),

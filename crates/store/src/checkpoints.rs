@@ -36,7 +36,7 @@ impl SelectedCheckpoint {
                 }
                 None => Manifest::default(),
             },
-            Err(damage @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) => {
+            Err(damage @ (StoreError::Damaged { .. } | StoreError::UnknownKey { .. } | StoreError::Missing { .. })) => {
                 let Some(manifest) = number.and_then(|number| find_older_manifest(store, number)) else {
                     return Err(damage);
                 };

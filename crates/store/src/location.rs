@@ -3,8 +3,8 @@
 use crate::credentials::Credentials;
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
-use crate::objects::ObjectDisk;
 use crate::keys::KeySource;
+use crate::objects::ObjectDisk;
 use crate::sealing::KeyRing;
 use crate::url::{Remote, StoreUrl};
 use std::sync::Arc;

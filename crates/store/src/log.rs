@@ -138,7 +138,8 @@ pub(crate) fn manifest(store: &StoreDirectory, entry: &Entry) -> Result<Manifest
         sealed.base_entries.push(EntryId { log_number: entry.log_number, footer: entry.footer });
     }
     if manifest.sealed.is_some() != store.is_encrypted() {
-        let flaw = Flaw::bad(Structure::Manifest, 0, "it is of an encrypted store, and this one is not, or the reverse");
+        let flaw =
+            Flaw::bad(Structure::Manifest, 0, "it is of an encrypted store, and this one is not, or the reverse");
         return Err(StoreError::flaw(store.name(), &names::entry(entry.log_number), flaw));
     }
     Ok(manifest)

@@ -79,6 +79,8 @@ pub struct Host {
     pub restore_rules: RestoreRules,
     /// Directory of what this host itself has run: see [`Host::run_machine`].
     run_machines: PathBuf,
+    /// Directory of what this host knows of stores: see [`Host::known_store`].
+    known_stores: PathBuf,
     ram: RamLocation,
 }
 
@@ -136,12 +138,12 @@ impl Host {
         };
         let invalid = |message| HostError::Config { path: config_path.clone(), message };
         let restore_rules = RestoreRules::new(config_path.clone(), config.restore).map_err(invalid)?;
-        let run_machines = match &default_root {
-            Some(default) if *default != root => root.join(".machines"),
-            _ if is_root => "/var/lib/rekindle/machines".into(),
-            _ => user_state_dir(&root).join("machines"),
-        };
         let disk_dir = if is_root { "/var/lib/rekindle".into() } else { user_state_dir(&root) };
+        let kept = |name: &str| match &default_root {
+            Some(default) if *default != root => root.join(format!(".{name}")),
+            _ => disk_dir.join(name),
+        };
+        let (run_machines, known_stores) = (kept("machines"), kept("stores"));
         Ok(Self {
             save_dir: config.save_dir.unwrap_or_else(|| disk_dir.join("saved")),
             suspend_dir: config.suspend_dir.unwrap_or_else(|| disk_dir.join("suspended")),
@@ -150,6 +152,7 @@ impl Host {
             log_limit,
             restore_rules,
             run_machines,
+            known_stores,
             ram,
         })
     }
@@ -167,6 +170,7 @@ impl Host {
             restore_rules: RestoreRules::new(directory("host.toml"), RestoreConfig::default())
                 .unwrap_or_else(|e| panic!("{e}")),
             run_machines: directory(".machines"),
+            known_stores: directory(".stores"),
             ram: RamLocation::Named(directory(".ram")),
         }
     }
@@ -212,6 +216,12 @@ impl Host {
     #[must_use]
     pub fn run_machine(&self, name: &Name) -> PathBuf {
         self.run_machines.join(format!("{name}.json"))
+    }
+
+    /// Returns the file with what this host knows of the store of the VM `name`. It survives a reboot of the host.
+    #[must_use]
+    pub fn known_store(&self, name: &str) -> PathBuf {
+        self.known_stores.join(format!("{name}.json"))
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

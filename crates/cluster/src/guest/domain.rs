@@ -150,7 +150,7 @@ impl ResourceGuest for DomainGuest<'_> {
         if self.definition().map_err(|why| self.failed(why))?.is_some_and(|found| found.is_started_automatically) {
             return Err(StartError::Autostart { domain: self.domain.to_owned() });
         }
-        let (name, request) = (&self.resource.name, self.resource.restore_request());
+        let (name, request) = (&self.resource.name, self.resource.restore_request(host));
         let restored = restore_into_libvirt(host, name, &request, Some(SYSTEM_URI.into()), &mut |_, _| ())?;
         Ok(StartResult::RestoredIntoLibvirt(restored))
     }

@@ -52,7 +52,7 @@ impl ResourceGuest for OwnGuest<'_> {
     }
 
     fn restore(&self, host: &Host) -> Result<StartResult, StartError> {
-        Ok(StartResult::Restored(restore(host, &self.resource.name, &self.resource.restore_request())?))
+        Ok(StartResult::Restored(restore(host, &self.resource.name, &self.resource.restore_request(host))?))
     }
 
     fn boot(&self, host: &Host, listing: Option<&Listing>) -> Result<(), StartError> {

@@ -52,6 +52,9 @@ pub enum MoveError {
     Protect(#[from] ProtectError),
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The destination host must not run a command that this host names.
+    #[error("a move cannot use a key command (--key-command): give both hosts a key file, and use --key-file FILE")]
+    KeyCommand,
     /// QEMU itself writes one of the disks.
     #[error(
         "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it \

@@ -114,7 +114,7 @@ pub fn protect(
     permission::remember(host, &target.state().definition.name, &target.recipe());
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
-    let series = CheckpointSeries::open(&target, settings, &format!("protect {name}"), protection)?;
+    let series = CheckpointSeries::open(host, &target, settings, &format!("protect {name}"), protection)?;
     ControlLoop::new(host, settings, stop, on_event, series).run(target)
 }
 

@@ -5,6 +5,7 @@ use super::ownership::{become_owner, end_guest};
 use crate::epochs;
 use crate::error::{CheckpointError, ProtectError, TrackingStartError};
 use crate::event::{CheckpointReport, Comparison};
+use crate::known_store::KnownStoreFile;
 use crate::owned::OwnerRecord;
 use crate::plan::ProtectionPlan;
 use crate::policy::Policy;
@@ -16,8 +17,13 @@ use rekindle_life::attach::ProtectionLock;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::{OnlyIf, Owner};
 use rekindle_store::{Image, Options, ReadOptions, StoreError, Writer};
+use rekindle_vm::host::Host;
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::rundir::RunDir;
+use std::time::{Duration, Instant};
+
+/// How often it is recorded on the disk which checkpoint the store has reached. Also at the end.
+const NOTE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The checkpoints that this process takes of a guest.
 pub(crate) struct CheckpointSeries<'a> {
@@ -32,6 +38,9 @@ pub(crate) struct CheckpointSeries<'a> {
     /// When a checkpoint of this guest was last committed, by this process or an earlier one, in ms since this host was
     /// booted.
     committed_at_ms: Option<u64>,
+    /// What this host knows of the store, and when that was recorded.
+    known_store: KnownStoreFile,
+    noted_at: Instant,
     /// Locks out other protectors, detach and moves.
     _protection: ProtectionLock,
 }
@@ -46,6 +55,7 @@ pub(crate) struct LastCheckpoint {
 impl<'a> CheckpointSeries<'a> {
     /// Makes this host the owner of the store. `operation` is the reason that the store records.
     pub(crate) fn open(
+        host: &Host,
         target: &Target,
         settings: &'a ProtectSettings,
         operation: &str,
@@ -54,19 +64,35 @@ impl<'a> CheckpointSeries<'a> {
         let mut store_options = Options::new(target.identity(), operation);
         store_options.keep = settings.keep;
         store_options.credentials.clone_from(&settings.credentials);
+        let known_store = KnownStoreFile::of(host, target.name());
+        known_store.check(settings.credentials.as_ref())?;
         let (owner_record, writer) = become_owner(target, settings, &store_options)?;
         store_options.only_if = Some(OnlyIf::Run { run: owner_record.run() });
         let progress = Progress::read(target.rundir())
             .filter(|progress| progress.is_of(target.vmm()) && progress.store == settings.store);
-        Ok(Self {
+        let series = Self {
             settings,
             store_options,
             owner_record,
             writer: Some(writer),
             base: None,
             committed_at_ms: progress.and_then(|progress| progress.committed_at_ms),
+            known_store,
+            noted_at: Instant::now(),
             _protection: protection,
-        })
+        };
+        if let Some(known) = series.writer.as_ref().and_then(Writer::known_store) {
+            // The guest runs on this host: it is newer than any state that the store may have had.
+            series.known_store.replace(&settings.store, known);
+        }
+        Ok(series)
+    }
+
+    /// Records for later restores on this host what the store has reached.
+    fn note_known_store(&self) {
+        if let Some(known) = self.writer.as_ref().and_then(Writer::known_store) {
+            self.known_store.note(&self.settings.store, known);
+        }
     }
 
     /// Starts to track the memory of `target`.
@@ -186,6 +212,10 @@ impl<'a> CheckpointSeries<'a> {
         progress.base = Some(CommitId { number: report.number, epoch: progress.epoch });
         progress.write(session.target.rundir());
         (self.committed_at_ms, self.base) = (progress.committed_at_ms, progress.base);
+        if self.noted_at.elapsed() >= NOTE_INTERVAL {
+            self.note_known_store();
+            self.noted_at = Instant::now();
+        }
         Ok(report)
     }
 
@@ -251,5 +281,11 @@ impl<'a> CheckpointSeries<'a> {
     /// Ends the guest's processes on this host, because `owner` has the guest. Returns the error to report.
     pub(crate) fn end_guest(&self, rundir: &RunDir, owner: &Owner) -> ProtectError {
         end_guest(&self.owner_record, rundir, owner)
+    }
+}
+
+impl Drop for CheckpointSeries<'_> {
+    fn drop(&mut self) {
+        self.note_known_store();
     }
 }

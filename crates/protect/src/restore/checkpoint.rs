@@ -66,8 +66,8 @@ impl ChosenCheckpoint<Recipe> {
     pub(crate) fn open_unchecked(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
         let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let credentials = request.credentials.clone();
-        let (at, known) = (request.at, request.known);
-        let which = ReadOptions { at, credentials, known, lazy: true, spare, ..ReadOptions::default() };
+        let (at, expected) = (request.at, Some(request.expected()?));
+        let which = ReadOptions { at, credentials, expected, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let metadata = image.metadata()?;
@@ -130,19 +130,24 @@ pub(super) enum SmallBlockPages {
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
 /// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
 pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
-    let Request { store, credentials, known, move_claim, .. } = request;
+    let Request { store, credentials, known_store, move_claim, .. } = request;
     let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
-    let Some(MoveClaim { owner_epoch, spare, .. }) = move_claim.as_deref() else {
-        let known = match known {
-            Some(known) => Some(*known),
-            None => OwnerRecord::known_state(rundir, store).map_err(RestoreError::RunDir)?,
-        };
-        let only_if = known.map(OnlyIf::Reached);
-        return Ok(OwnerRecord::claim(rundir, store, credentials.as_ref(), vm, &owner("restore"), only_if)?.newest);
+    let credentials = credentials.as_ref();
+    let fenced = match move_claim.as_deref() {
+        None => {
+            let only_if = Some(OnlyIf::Expected(request.expected()?));
+            OwnerRecord::claim(rundir, store, credentials, vm, &owner("restore"), only_if)?
+        }
+        Some(MoveClaim { owner_epoch, spare, .. }) => {
+            let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
+            let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials, vm, &owner("move"), only_if)?;
+            owner_epoch.store(fenced.epoch, Ordering::SeqCst);
+            fenced
+        }
     };
-    let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
-    let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials.as_ref(), vm, &owner("move"), only_if)?;
-    owner_epoch.store(fenced.epoch, Ordering::SeqCst);
+    if let Some(known) = fenced.known {
+        known_store.note(store, known);
+    }
     Ok(fenced.newest)
 }
 

@@ -1,6 +1,7 @@
 //! Why a guest was not restored.
 
 use crate::fill::FillError;
+use crate::known_store::KnownStoreError;
 use crate::owned::OwnError;
 use crate::recipe::RecipeError;
 use crate::save_image::SaveImageError;
@@ -26,6 +27,9 @@ use std::path::PathBuf;
 pub enum RestoreError {
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The store is not the one that this host knows, or that is unknown.
+    #[error(transparent)]
+    KnownStore(#[from] KnownStoreError),
     /// The store's owner epoch cannot be recorded.
     #[error(transparent)]
     RunDir(TargetError),

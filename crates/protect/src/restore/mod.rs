@@ -25,6 +25,7 @@ pub use error::RestoreError;
 pub use on_demand::start_pager;
 pub use rekindle_handover::after_resume::ClockOutcome;
 
+use crate::known_store::KnownStoreFile;
 use crate::recipe::permission::{OperatorChoice, Permission};
 use checkpoint::ChosenCheckpoint;
 use load::EmptyDestination;
@@ -36,7 +37,7 @@ use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::SpareConnections;
-use rekindle_store::types::KnownState;
+use rekindle_store::types::{Expected, KnownState};
 use rekindle_store::{Credentials, StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
@@ -64,8 +65,12 @@ pub struct Request {
     pub credentials: Option<Credentials>,
     /// Number of the checkpoint to restore; none: the newest.
     pub at: Option<u64>,
-    /// State that the store must have reached; none: the state that this host knows from its run directory.
-    pub known: Option<KnownState>,
+    /// State that the store must have reached, besides what this host knows.
+    pub at_least: KnownState,
+    /// What this host knows of the VM's store.
+    pub known_store: KnownStoreFile,
+    /// The source host of a move has named the store, which may be another than this host knows.
+    pub is_store_of_source: bool,
     /// Load all memory before the guest resumes.
     pub eager: bool,
     /// The definition to use instead of the recipe's, if the VM's files have other paths on this host.
@@ -85,6 +90,18 @@ pub struct Request {
 }
 
 impl Request {
+    /// Returns what the store must be.
+    ///
+    /// # Errors
+    /// [`KnownStoreError`](crate::known_store::KnownStoreError): the store must not be used.
+    pub(crate) fn expected(&self) -> Result<Expected, RestoreError> {
+        let known = match self.is_store_of_source {
+            true => None,
+            false => self.known_store.check(self.credentials.as_ref())?,
+        };
+        Ok(Expected { at_least: self.at_least, known })
+    }
+
     /// Returns what the operator has named.
     pub(crate) fn choice(&self) -> OperatorChoice<'_> {
         let Self { definition, local_definition, local_domain, qemu, .. } = self;

@@ -1,5 +1,6 @@
 //! Arguments of `rekindle store`, and the credentials that all commands with a store have.
 
+use super::NameOnly;
 use clap::{Args, Subcommand};
 use rekindle_store::StoreUrl;
 use rekindle_vm::definition::{Name, Span};
@@ -60,6 +61,15 @@ Example:
 Example:
   rekindle store compact /srv/checkpoints/web")]
     Compact(StoreAt),
+    /// Forget what this host knows of the store of a VM.
+    ///
+    /// Afterwards this host accepts any store of the VM: an older state of it, another one, and one without encryption.
+    ///
+    /// On success: the next restore or `rekindle protect` records the store again.
+    #[command(after_help = "\
+Example:
+  rekindle store forget web")]
+    Forget(NameOnly),
     /// Write a checkpoint as a stream that stock QEMU loads with -incoming.
     ///
     /// Needs: read access to the store.

@@ -6,6 +6,7 @@ use crate::cli::{Pager, Restore};
 use crate::output::{Output, bytes, duration};
 use crate::progress::start_progress_bar;
 use anyhow::Result;
+use rekindle_protect::known_store::KnownStoreFile;
 use rekindle_protect::pager::{PagerEvent, serve, serve_after};
 use rekindle_protect::restore::into_libvirt::restore_into_libvirt;
 use rekindle_protect::restore::prepare::prepare;
@@ -15,20 +16,18 @@ use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
-/// Returns the state that the store must have reached, from the command line.
-fn known_state(arguments: &Restore) -> Option<KnownState> {
-    let (epoch, checkpoint) = (arguments.at_least_epoch, arguments.at_least_checkpoint);
-    let is_known = epoch.is_some() || checkpoint.is_some();
-    is_known.then(|| KnownState { epoch: epoch.unwrap_or(0), checkpoint: checkpoint.unwrap_or(0) })
-}
-
 pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     let host = Host::open()?;
     let request = Request {
         store: arguments.store.clone(),
         credentials: credentials(&arguments.credentials),
         at: arguments.at,
-        known: known_state(arguments),
+        at_least: KnownState {
+            epoch: arguments.at_least_epoch.unwrap_or_default(),
+            checkpoint: arguments.at_least_checkpoint.unwrap_or_default(),
+        },
+        known_store: KnownStoreFile::of(&host, arguments.name.as_str()),
+        is_store_of_source: false,
         eager: arguments.eager,
         definition: arguments.definition.as_ref().map(Definition::load).transpose()?,
         local_definition: None,

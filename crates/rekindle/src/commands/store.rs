@@ -1,10 +1,11 @@
 //! `rekindle store`: creates, lists, verifies, compacts, exports, imports and serves stores of checkpoints.
 
-use crate::cli::{StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
+use crate::cli::{NameOnly, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
 use crate::output::{Output, Usage, bytes, duration};
 use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
+use rekindle_protect::known_store::KnownStoreFile;
 use rekindle_protect::save_image;
 use rekindle_store::admin;
 use rekindle_store::export as stream;
@@ -14,6 +15,7 @@ use rekindle_store::remote::Identity;
 use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
 use rekindle_store::{Credentials, Image, Options, ReadOptions, StoreError, Writer};
+use rekindle_vm::host::Host;
 use rekindle_vm::rundir::sync_directory;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -82,6 +84,17 @@ pub fn new_key(output: &Output, arguments: &StoreNewKey) -> Result<ExitCode> {
         key.id
     );
     output.result(&json!({"file": path, "key": key.id.to_string()}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn forget(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
+    let name = arguments.name.as_str();
+    let was_known = KnownStoreFile::of(&Host::open()?, name).forget()?;
+    let text = match was_known {
+        true => "this host has forgotten its store, and accepts any",
+        false => "this host knows nothing of its store",
+    };
+    output.result(&json!({"name": name, "forgotten": was_known}), format!("{name}: {text}"))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -197,6 +197,30 @@ fn a_guest_moves_to_another_host_and_back() {
 }
 
 #[test]
+fn a_guest_moves_through_an_encrypted_store_with_a_key_file_of_both_hosts() {
+    let pair = Pair::new("secret");
+    let guest = pair.boot();
+    let boot = guest.boot_id();
+    let key = pair.here.path("store.key");
+    let key = key.to_str().unwrap();
+    pair.here.rekindle(["store", "new-key", key]).ok();
+    let command = pair.run(&pair.here, &pair.there, &["--key-command", "cat key", "--dry-run"]);
+    command.status(1).prints(&["cannot use a key command", "--key-file FILE"]);
+    last(&pair.run(&pair.here, &pair.there, &["--key-file", key]).ok());
+    let moved = pair.guest(&pair.there);
+    moved.wait_ready();
+    assert_eq!(moved.boot_id(), boot);
+    wait_filled(&moved);
+    pair.here.rekindle(["store", "verify", pair.store.to_str().unwrap(), "--key-file", key]).ok();
+    // Both hosts know that the store is encrypted.
+    for host in [&pair.here, &pair.there] {
+        let plain = ["restore", pair.name, "--store", pair.store.to_str().unwrap()];
+        host.rekindle(plain).status(1).prints(&["no key was given"]);
+    }
+    moved.assert_sound();
+}
+
+#[test]
 fn a_guest_moves_with_the_queues_of_its_card() {
     let pair = Pair::of("queues", |vm| vm.queues());
     let guest = pair.boot();

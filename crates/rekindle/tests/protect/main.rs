@@ -8,6 +8,7 @@ mod common;
 mod checkpoints;
 mod commits;
 mod creating;
+mod encrypted;
 mod epochs;
 mod filling;
 mod object_store;

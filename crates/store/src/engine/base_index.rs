@@ -150,7 +150,8 @@ impl Engine {
         writer.file.write_at(&encoded.trailer, writer.end).map_err(failed("writing a base index"))?;
         writer.file.write_at(&encoded.header, 0).map_err(failed("writing a base index"))?;
         writer.file.sync().map_err(failed("making a base index durable"))?;
-        match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry.log_number, self.claim.epoch)) {
+        match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry.log_number, self.claim.epoch))
+        {
             // An existing base index of the same log entry is equivalent.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             result => result.map_err(failed("linking a base index"))?,

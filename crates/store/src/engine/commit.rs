@@ -278,11 +278,18 @@ impl Engine {
         mut segments: Vec<SegmentExtent>,
     ) -> Manifest {
         segments.sort_unstable_by_key(|extent| extent.number);
-        let sealed = self.store.is_encrypted().then(|| SealedPart {
-            claim_footer: self.claim.entry.footer,
-            base_entries: self.base_entries.clone(),
-        });
-        Manifest { claim: self.claim.entry.log_number, next_block, next_segment: self.next_segment, kept, segments, sealed }
+        let sealed = self
+            .store
+            .is_encrypted()
+            .then(|| SealedPart { claim_footer: self.claim.entry.footer, base_entries: self.base_entries.clone() });
+        Manifest {
+            claim: self.claim.entry.log_number,
+            next_block,
+            next_segment: self.next_segment,
+            kept,
+            segments,
+            sealed,
+        }
     }
 
     /// Returns the block table of the open checkpoint, whose number will be `number`.

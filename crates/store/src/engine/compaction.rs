@@ -422,7 +422,8 @@ impl Engine {
         let sections = [(Section::Manifest, manifest.as_slice())];
         let entry = entry::encode(self.store.id, EntryKind::Compaction, self.claim.epoch, log_number, &sections);
         self.append_entry(log_number, &entry.bytes, &mut compaction.sync_time)?;
-        let previous_state = std::mem::replace(&mut self.newest_manifest_entry, EntryId { log_number, footer: entry.footer }).log_number;
+        let previous_state =
+            std::mem::replace(&mut self.newest_manifest_entry, EntryId { log_number, footer: entry.footer }).log_number;
         if let Some(output) = compaction.output {
             self.apply_moves(compaction, output);
         }
@@ -491,7 +492,9 @@ impl Engine {
             match self.run_compaction() {
                 Ok(()) => {}
                 // A damaged segment is kept. The checkpoint is written nevertheless.
-                Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) if self.check_owner().is_ok() => {
+                Err(e @ (StoreError::Damaged { .. } | StoreError::UnknownKey { .. } | StoreError::Missing { .. }))
+                    if self.check_owner().is_ok() =>
+                {
                     tracing::warn!("cannot compact a segment: {e}");
                     used_before = u64::MAX;
                 }

@@ -64,8 +64,7 @@ impl Engine {
             broken: None,
         };
         if let Some(state) = tail.newest_state {
-            engine.newest_manifest_entry =
-                EntryId { log_number: state.entry.log_number, footer: state.entry.footer };
+            engine.newest_manifest_entry = EntryId { log_number: state.entry.log_number, footer: state.entry.footer };
             engine.base_entries = state.manifest.sealed.clone().unwrap_or_default().base_entries;
             engine.forget_removed_base_indices();
             let Some(newest) = state.manifest.newest() else { return Ok(engine) };
@@ -164,8 +163,8 @@ impl Engine {
             return log_number < self.newest_entry;
         }
         let Some(log_number) = names::parse_entry(name) else { return false };
-        let is_needed =
-            log_number >= self.newest_manifest_entry.log_number || manifest.kept.iter().any(|kept| kept.log_number == log_number);
+        let is_needed = log_number >= self.newest_manifest_entry.log_number
+            || manifest.kept.iter().any(|kept| kept.log_number == log_number);
         // Claims are never removed.
         let may_be_state = len > MAX_CLAIM_BYTES || log_number > manifest.claim;
         let is_claim = || log::read(&self.store, log_number).map_or(true, |entry| entry.kind == entry::Kind::Claim);

@@ -17,6 +17,7 @@ use super::protocol::{Answer, Hello, Message, MovingDomain, VERSION};
 use super::remote::Connection;
 use super::{ConnectionError, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
 use crate::credential_paths::CredentialPaths;
+use crate::known_store::KnownStoreFile;
 use crate::owned::OwnerRecord;
 use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
 use crate::recipe::permission;
@@ -27,6 +28,7 @@ use rekindle_kernel::process::Process;
 use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_qemu::hold::OutputHold;
 use rekindle_store::Credentials;
+use rekindle_store::keys::KeySource;
 use rekindle_store::listing::Listing;
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::definition::Name;
@@ -100,7 +102,7 @@ pub fn start(
     let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1)
         .map_err(journal_failed)?;
     fault::point("move.prepare.journalled", Some(target.vmm()), None);
-    let precopied = PrecopiedGuest::make(&target, &protect_settings, protection, stop, &mut connection, on_event);
+    let precopied = PrecopiedGuest::make(host, &target, &protect_settings, protection, stop, &mut connection, on_event);
     let ready = precopied.and_then(|precopied| {
         // The last opportunity to cancel: the guest is stopped next.
         if stop.load(Ordering::Relaxed) {
@@ -201,6 +203,7 @@ fn preflight(
     let announced = domain.as_ref().map(|domain| domain.announce(&target, settings.connect.as_ref())).transpose()?;
     reject_disks(&held)?;
     reject_dax(&target)?;
+    KnownStoreFile::of(host, name.as_str()).check(settings.credentials.as_ref()).map_err(ProtectError::from)?;
     let listing = list_store(settings, &held.rundir)?;
     let mut connection = settings.remote.connect()?;
     let store_created_us = listing.as_ref().map(|listing| listing.created_us);
@@ -217,8 +220,14 @@ fn check_options(name: &Name, settings: &MoveSettings, is_domain: bool) -> Resul
         Some(option) if is_domain => Err(MoveError::DomainOption { name: name(), option }),
         _ if is_domain && !settings.preview => Err(MoveError::Preview { name: name() }),
         _ if !is_domain && settings.connect.is_some() => Err(MoveError::NoDomain { name: name() }),
+        _ if has_key_command(settings) => Err(MoveError::KeyCommand),
         _ => Ok(()),
     }
+}
+
+fn has_key_command(settings: &MoveSettings) -> bool {
+    let keys = settings.credentials.as_ref().and_then(|credentials| credentials.keys.as_ref());
+    matches!(keys, Some(KeySource::Command(_)))
 }
 
 /// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the

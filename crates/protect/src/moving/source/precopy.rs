@@ -16,6 +16,7 @@ use crate::target::Target;
 use rekindle_life::attach::ProtectionLock;
 use rekindle_pages::PageRun;
 use rekindle_vm::fault;
+use rekindle_vm::host::Host;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -42,6 +43,7 @@ pub(super) struct PrecopiedGuest<'a> {
 
 impl<'a> PrecopiedGuest<'a> {
     pub fn make(
+        host: &Host,
         target: &Target,
         protect_settings: &'a ProtectSettings,
         protection: ProtectionLock,
@@ -50,7 +52,7 @@ impl<'a> PrecopiedGuest<'a> {
         on_event: &mut dyn FnMut(&MoveEvent),
     ) -> Result<Self, MoveError> {
         let name = target.name();
-        let mut series = CheckpointSeries::open(target, protect_settings, &format!("move {name}"), protection)?;
+        let mut series = CheckpointSeries::open(host, target, protect_settings, &format!("move {name}"), protection)?;
         let mut session = start_session(&mut series, target, stop, on_event)?;
         let mut rounds: Vec<Round> = Vec::new();
         while !is_last_round(&rounds) {

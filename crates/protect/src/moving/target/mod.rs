@@ -28,6 +28,7 @@ use super::protocol::{Answer, Go, Hello, Message, MovingDomain, Running, VERSION
 use super::stopped_state::StoppedState;
 use crate::credential_paths::CredentialPaths;
 use crate::error::with_causes;
+use crate::known_store::KnownStoreFile;
 use crate::recipe::permission::Permission;
 use crate::restore::checkpoint::ChosenCheckpoint;
 use crate::restore::concurrent::{EarlyLoad, SentState};
@@ -38,6 +39,7 @@ use crate::restore::{ClockOutcome, MoveClaim, Request, RestoreError, Restored, r
 use connection::{Rejection, SourceConnection, TIMEOUTS};
 use rekindle_life::stop;
 use rekindle_store::admin;
+use rekindle_store::types::KnownState;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::host::Host;
@@ -172,9 +174,9 @@ impl<'a> IncomingVm<'a> {
         if let Some(other) = definition.as_ref().map(|definition| &definition.name).filter(|other| **other != name) {
             return Err(format!("the definition on the other host is of the VM {other}, not of {name}"));
         }
-        if let Some(command) = credentials.as_ref().and_then(CredentialPaths::key_command) {
+        if credentials.as_ref().is_some_and(CredentialPaths::has_key_command) {
             // The other host must not be able to run commands here.
-            return Err(format!("a move cannot use the key command `{command}`; use a key file (--key-file)"));
+            return Err("a move cannot use a key command (--key-command): use a key file (--key-file)".into());
         }
         let credentials = credentials.as_ref().map(CredentialPaths::credentials);
         if let Some(created_us) = store_created_us {
@@ -189,7 +191,9 @@ impl<'a> IncomingVm<'a> {
             store,
             credentials,
             at: None,
-            known: None,
+            at_least: KnownState::default(),
+            known_store: KnownStoreFile::of(host, name.as_str()),
+            is_store_of_source: true,
             eager: false,
             // A domain is defined by its XML.
             definition: definition.filter(|_| domain.is_none()),
