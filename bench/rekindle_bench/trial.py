@@ -118,6 +118,7 @@ PLANS: dict[str, Any] = {
         rates=((0.0, 0.0), (10.0, 16.0)),
         rate_checkpoints=1,
         commits=1,
+        encrypted_commits=1,
         compared_checkpoints=10,
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),

@@ -114,6 +114,9 @@ def invented_rows(wrong=0, kept=0.26, slower=1.02):
         all_rows += [window(how, 10.0, workload="transcode", round=number) for how in ("none", "default")]
     for number in range(5):
         all_rows.append(checkpoint("commit", "default", 2.0, round=number, took_us=120_000 + number, interval_ms=None))
+        for store, pause_ms, took_us in (("disk", 2.0, 100_000), ("encrypted", 2.1, 125_000)):
+            columns = {"store": store, "round": number, "took_us": took_us, "interval_ms": None}
+            all_rows.append(checkpoint("encryption", "default", pause_ms, **columns))
         all_rows.append(
             Row(
                 case="commit",
@@ -164,6 +167,8 @@ def test_known_rows_give_known_figures(tmp_path):
         "pause_vs_basic",
         "bytes_vs_dirty",
         "commit_vs_dd",
+        "encrypt_cost_pause",
+        "encrypt_cost_commit",
         "interval_kept",
         "slowdown_2s",
         "slowdown_2s_transcoding",
@@ -181,6 +186,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert figures["bytes_vs_dirty"].value == pytest.approx(10.5 / 10)
     assert figures["bytes_vs_dirty"].n == 4
     assert figures["commit_vs_dd"].value == pytest.approx(1.2, rel=1e-4)
+    assert (figures["encrypt_cost_pause"].value, figures["encrypt_cost_commit"].value) == (1.05, 1.25)
     assert (figures["interval_kept"].value, figures["interval_kept"].met) == (0.25, True)
     assert figures["slowdown_2s"].value == pytest.approx(0.02)
     assert figures["slowdown_2s"].as_json()["slowdown_low"] <= 0.02 <= figures["slowdown_2s"].as_json()["slowdown_high"]
@@ -244,7 +250,7 @@ def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
 def test_missing_rows_are_reported(tmp_path):
     findings = analysis.figures(write(tmp_path / "r.csv", [save("full", 1.0)]), "r.csv")
     assert findings.figures == []
-    assert len(findings.absent) == 10  # each of the eight, two of them for either size or policy
+    assert len(findings.absent) == 12  # each of the ten, two of them for either size or policy
 
 
 def test_omissions_of_a_quick_run_are_listed():
@@ -261,7 +267,7 @@ def test_only_cases_that_exist(tmp_path):
     """`sizes` is a case of another topic."""
     result = CliRunner().invoke(app, ["protect", "--only", "sizes", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert set(TOPIC.cases) == {"pause", "commit", "wrong", "slowdown", "intervals", "rates"}
+    assert set(TOPIC.cases) == {"pause", "commit", "encryption", "wrong", "slowdown", "intervals", "rates"}
 
 
 def test_dds_own_time_is_used(tmp_path):

@@ -1,6 +1,7 @@
-"""Makes stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS.
+"""Makes stores of checkpoints: in a folder of the machine's disk, encrypted, on a slow disk, on a server over TLS.
 
-`on_disk`, `on_slow_disk` and `over_tls` return a folder for stores; `Store.fresh` returns the store of one VM in it.
+`on_disk`, `encrypted`, `on_slow_disk` and `over_tls` return a folder for stores; `Store.fresh`
+returns the store of one VM in it.
 """
 
 import itertools
@@ -30,7 +31,7 @@ class Store:
     """One store, or a folder for several (`fresh`)."""
 
     kind: str
-    """`disk`, `slow`, `tls`."""
+    """`disk`, `slow`, `tls`, `encrypted`."""
     url: str
     folder: Path
     """Folder of the store on this machine."""
@@ -68,6 +69,14 @@ def on_disk(folder: Path) -> Store:
     """Returns a folder for stores on the machine's disk."""
     folder.mkdir(parents=True, exist_ok=True)
     return Store("disk", str(folder), folder)
+
+
+def encrypted(rekindle: Rekindle, folder: Path) -> Store:
+    """Returns a folder for encrypted stores on the machine's disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = folder / "store.key"
+    rekindle.call("store", "new-key", str(key))
+    return Store("encrypted", str(folder), folder, ("--key-file", str(key)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rekindle_lab.guests import size
 from rekindle_lab.peers.snapshot import WAYS
 from rekindle_lab.stats import Comparison, compare, median, p95, ratio_interval
 
-from .rows import DEFAULT, POLICIES
+from .rows import DEFAULT, ENCRYPTED, PLAIN, POLICIES
 
 EVERY_S = 2.0
 """The interval in s for which figures are quoted: the default of `rekindle protect`."""
@@ -49,6 +49,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         peer=Sample("dd conv=fdatasync", copies_s),
         unit="s",
     )
+    _encrypt_cost(frame, findings)
     _interval_kept(frame, findings)
     _slowdown(frame, findings, "compile", "slowdown_2s", limit=0.04)
     _slowdown(frame, findings, "transcode", "slowdown_2s_transcoding", limit=0.02)
@@ -64,6 +65,17 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     }
     findings.add("pages_wrong_1000", wrong, "pages", Bar(0.0, "=="), value=sum(wrong), extra=extra)
     return findings
+
+
+def _encrypt_cost(frame: pd.DataFrame, findings: Findings) -> None:
+    """Adds what encryption costs in a checkpoint of 46 MB: the pause, and the commit."""
+    for name, limit, column in (("encrypt_cost_pause", 1.05, "stopped_us"), ("encrypt_cost_commit", 1.3, "took_us")):
+        encrypted_ms, plain_ms = (
+            milliseconds(pick(frame, column, case="encryption", what="checkpoint", store=kind))
+            for kind in (ENCRYPTED, PLAIN)
+        )
+        ours, peer = Sample("encrypted", encrypted_ms), Sample("not encrypted", plain_ms)
+        findings.add_ratio(name, Bar(limit), ours=ours, peer=peer)
 
 
 def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -> list[float]:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rekindle_lab.stores import Store
 from rekindle_lab.work import Window, Work
 
 from .plan import Pause, Plan
-from .rows import DEFAULT, POLICIES, Row
+from .rows import DEFAULT, ENCRYPTED, PLAIN, POLICIES, Row
 from .working_guests import ProtectEnvironment, policy, span
 
 MEMORY_MIB = 512
@@ -229,33 +230,66 @@ def rates(env: ProtectEnvironment, plan: Plan) -> None:
 
 def commit(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures a checkpoint of 46 MB of incompressible data, by turns with dd of as many bytes to the same disk."""
-    pages = math.ceil(COMMIT_BYTES / PAGE_BYTES)
-    area_mib = math.ceil(pages * PAGE_BYTES / MIB)
     source, target = env.work / "dd.source", env.disk_dir / "dd.target"
     with env.working("commit", MEMORY_MIB, 13) as (guest, _):
         store = env.store("disk").fresh("commit")
-        guest.command(f"touch {area_mib}M")
         common = {"case": "commit", "memory_mib": MEMORY_MIB, "workload": "dirty", "store": "disk"}
-        with protected(env.rekindle, guest.name, store, "1h") as protector:
-            protector.stop()
+        _first_commit(env, guest, store)
         try:
             for round_number in range(plan.commits):
                 env.log(f"commit: turn {round_number + 1} of {plan.commits}")
-                _rewrite(guest, area_mib)
-                # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
-                with protected(env.rekindle, guest.name, store, "1h") as protector:
-                    event = protector.of("checkpoint")[0]
-                    protector.stop()
-                    if event["full"]:
-                        raise RuntimeError("the protector did not continue from the last one's checkpoint")
-                    env.checkpoints(protector, 0, **common, how=DEFAULT, round=round_number)
+                length = _commit_rewritten(env, guest, store, round_number, common)
                 if not source.exists():
-                    source.write_bytes(os.urandom(event["bytes"]))
-                us, length = dd(source, target, event["bytes"])
+                    source.write_bytes(os.urandom(length))
+                us, length = dd(source, target, length)
                 env.rows.append(Row(what="dd", how="dd", round=round_number, took_us=us, bytes=length, **common))
         finally:
             source.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
+            store.remove()
+
+
+COMMIT_AREA_MIB = math.ceil(math.ceil(COMMIT_BYTES / PAGE_BYTES) * PAGE_BYTES / MIB)
+"""Memory that a guest writes before a checkpoint of `COMMIT_BYTES`."""
+
+
+def _first_commit(env: ProtectEnvironment, guest: Guest, store: Store) -> None:
+    """Fills the area with data that does not compress, and takes the first checkpoint, which has all memory."""
+    guest.command(f"touch {COMMIT_AREA_MIB}M")
+    with protected(env.rekindle, guest.name, store, "1h") as protector:
+        protector.stop()
+
+
+def _commit_rewritten(
+    env: ProtectEnvironment, guest: Guest, store: Store, round_number: int, common: dict[str, Any]
+) -> int:
+    """Makes the guest write the area, takes a checkpoint, and appends its row. Returns the bytes of the checkpoint."""
+    _rewrite(guest, COMMIT_AREA_MIB)
+    # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
+    with protected(env.rekindle, guest.name, store, "1h") as protector:
+        event = protector.of("checkpoint")[0]
+        protector.stop()
+        if event["full"]:
+            raise RuntimeError("the protector did not continue from the last one's checkpoint")
+        env.checkpoints(protector, 0, **common, how=DEFAULT, round=round_number)
+    return int(event["bytes"])
+
+
+def encryption(env: ProtectEnvironment, plan: Plan) -> None:
+    """Measures checkpoints of 46 MB with and without encryption, by turns: two equal guests, a store for each."""
+    with ExitStack() as closing:
+        guests: dict[str, tuple[Guest, Store]] = {}
+        for index, kind in enumerate((PLAIN, ENCRYPTED), start=15):
+            guest, _ = closing.enter_context(env.working(kind, MEMORY_MIB, index))
+            guests[kind] = guest, env.store(kind).fresh(kind)
+            _first_commit(env, *guests[kind])
+        for round_number in range(plan.encrypted_commits):
+            env.log(f"encryption: turn {round_number + 1} of {plan.encrypted_commits}")
+            turns = (PLAIN, ENCRYPTED)
+            for kind in turns if round_number % 2 == 0 else turns[::-1]:
+                common = {"case": "encryption", "memory_mib": MEMORY_MIB, "workload": "dirty", "store": kind}
+                _commit_rewritten(env, *guests[kind], round_number, common)
+        for _, store in guests.values():
             store.remove()
 
 
@@ -332,6 +366,7 @@ def _comparison_row(how: str, round_number: int, compared: dict[str, Any]) -> Ro
 CASES: dict[str, Callable[[ProtectEnvironment, Plan], None]] = {
     "pause": pause,
     "commit": commit,
+    "encryption": encryption,
     "wrong": wrong,
     "slowdown": slowdown,
     "intervals": intervals,

@@ -52,6 +52,8 @@ class Plan:
     """Checkpoints at each rate."""
     commits: int
     """Commits of 46 MB, by turns with dd."""
+    encrypted_commits: int
+    """Commits of 46 MB into an encrypted store, by turns with one that is not encrypted."""
     compared_checkpoints: int
     """Checkpoints that precede the comparison of all memory."""
     budget_s: float | None = None
@@ -76,6 +78,7 @@ FULL = Plan(
     rates=((0.0, 0.0), (10.0, 128.0), (50.0, 128.0), (200.0, 128.0)),
     rate_checkpoints=8,
     commits=10,
+    encrypted_commits=20,
     compared_checkpoints=1000,
 )
 
@@ -88,6 +91,7 @@ QUICK = Plan(
     rates=((0.0, 0.0), (50.0, 64.0)),
     rate_checkpoints=3,
     commits=3,
+    encrypted_commits=3,
     compared_checkpoints=100,
     budget_s=400.0,
 )
@@ -113,6 +117,7 @@ def left_out(plan: Plan) -> list[str]:
         lines += fewer(f"slowdown of {workload}", plan.pairs_by_workload.get(workload, 0), pairs, unit=" pairs")
     lines += missing("memory written at", map(_write_rate, plan.rates), map(_write_rate, FULL.rates))
     lines += fewer("commits against dd", plan.commits, FULL.commits)
+    lines += fewer("commits with encryption", plan.encrypted_commits, FULL.encrypted_commits)
     lines += fewer("checkpoints before memory is compared", plan.compared_checkpoints, FULL.compared_checkpoints)
     return lines
 

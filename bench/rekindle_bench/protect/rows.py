@@ -17,6 +17,9 @@ POLICIES = (DEFAULT, "cow", "basic")
 - `cow`: later, each page before the guest writes it.
 - `default`: by the policy that `rekindle protect` chooses.
 """
+PLAIN = "disk"
+ENCRYPTED = "encrypted"
+"""Kinds of the stores that are compared by the case `encryption`: folders on the same disk."""
 
 
 @dataclass(kw_only=True)
@@ -27,7 +30,7 @@ class Row:
     """
 
     case: str
-    """`pause`, `intervals`, `slowdown`, `rates`, `commit`, `wrong`; see `cases`."""
+    """`pause`, `intervals`, `slowdown`, `rates`, `commit`, `encryption`, `wrong`; see `cases`."""
     what: str
     """Kind of the measurement: `checkpoint`; `window` (a piece of work, with or without checkpoints during it); `save`
     (by a peer); `dd` (a plain write of a file); `compare` (of memory with the newest checkpoint)."""
@@ -36,7 +39,7 @@ class Row:
     workload: str
     """What the guest does: `compile`, `transcode`, `dirty` (it writes `rate_mb`), `idle`."""
     store: str
-    """Kind of the store: `disk`, `slow`, `tls`; empty for a window without protection."""
+    """Kind of the store: `disk`, `slow`, `tls`, `encrypted`; empty for a window without protection."""
     how: str
     """A policy of Rekindle (`POLICIES`), a peer, or `none` without protection."""
     round: int
