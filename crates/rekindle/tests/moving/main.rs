@@ -6,6 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod deaths;
+mod forced_command;
 mod managed;
 
 use common::protector::{Protector, pager};
