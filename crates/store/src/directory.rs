@@ -34,22 +34,7 @@ impl StoreDirectory {
     pub fn open(storage: impl Into<Storage>, expected: Option<Uuid>) -> Result<Self> {
         let Storage { disk, keys } = storage.into();
         let store = disk.name().to_owned();
-        let bytes = match read_whole(&disk, names::SUPERBLOCK, 1 << 16) {
-            Ok(bytes) => bytes,
-            Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                return Err(match disk.open(names::UNUSED) {
-                    Ok(_) => StoreError::Unused { store },
-                    Err(_) => StoreError::NotAStore { store },
-                });
-            }
-            Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::NotADirectory => {
-                return Err(StoreError::NotADirectory { store });
-            }
-            Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {
-                return Err(StoreError::Denied { store, source });
-            }
-            Err(e) => return Err(e),
-        };
+        let bytes = read_superblock(&disk)?;
         let flawed = |flaw| StoreError::flaw(&store, names::SUPERBLOCK, flaw);
         let (block, seal) = Superblock::decode(&bytes).map_err(flawed)?;
         let keys = match (keys, seal) {
@@ -78,12 +63,15 @@ impl StoreDirectory {
     /// [`StoreError::Exists`] (the existing store is unchanged); [`StoreError::NotEmpty`]; [`StoreError::NoSpace`].
     pub fn init(disk: &Arc<dyn Disk>) -> Result<()> {
         let store = disk.name().to_owned();
-        match Self::open(disk.clone(), None) {
+        match read_superblock(disk) {
             Err(StoreError::NotAStore { .. }) => {}
             Err(StoreError::Unused { store }) => return Err(StoreError::Exists { store, vm: None }),
-            Err(StoreError::Encrypted { store }) => return Err(StoreError::Exists { store, vm: None }),
-            Ok(existing) => return Err(StoreError::Exists { store, vm: Some(existing.vm) }),
             Err(e) => return Err(e),
+            Ok(bytes) => {
+                let flawed = |flaw| StoreError::flaw(&store, names::SUPERBLOCK, flaw);
+                let (block, _) = Superblock::decode(&bytes).map_err(flawed)?;
+                return Err(StoreError::Exists { store, vm: Some(block.vm) });
+            }
         }
         create_directories(disk)?;
         // The file is empty: only its name matters.
@@ -189,6 +177,20 @@ impl StoreDirectory {
         bytes.truncate(found);
         Ok(bytes)
     }
+}
+
+/// Reads the superblock of the store in `disk`.
+fn read_superblock(disk: &Arc<dyn Disk>) -> Result<Vec<u8>> {
+    read_whole(disk, names::SUPERBLOCK, 1 << 16).map_err(|e| match e {
+        StoreError::Io { source, file, doing, store } => match source.kind() {
+            io::ErrorKind::NotFound if disk.open(names::UNUSED).is_ok() => StoreError::Unused { store },
+            io::ErrorKind::NotFound => StoreError::NotAStore { store },
+            io::ErrorKind::NotADirectory => StoreError::NotADirectory { store },
+            io::ErrorKind::PermissionDenied => StoreError::Denied { store, source },
+            _ => StoreError::Io { store, file, doing, source },
+        },
+        e => e,
+    })
 }
 
 /// Creates the directories of a store and makes them durable. Fails if the directory contains any other file.

@@ -215,7 +215,7 @@ fn a_store_without_encryption_is_rejected_if_a_key_was_given() {
     let boot = Owner::here("start web").with(Guest::Booted);
     fence_directory(with_keys(&disk, &[1]), &vm(), &boot, None).unwrap();
     assert!(matches!(open(&disk, 3).unwrap_err(), StoreError::Encrypted { .. }));
-    assert!(matches!(StoreDirectory::init(&disk.shared().disk), Err(StoreError::Exists { .. })));
+    assert!(matches!(StoreDirectory::init(&disk.shared().disk), Err(StoreError::Exists { vm: Some(_), .. })));
 }
 
 #[test]
