@@ -3,13 +3,13 @@
 //! Pages arrive in *frames*: a header, a directory with a *record* for each page, and the pages. A *segment* is a file
 //! of frames. The *open* checkpoint is the one that is being written.
 
-use super::pool::{Role, Segment};
+use super::pool::{PlainFrame, Role, Segment, WrittenFrame};
 use super::{Engine, OpenCheckpoint, PendingPage};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
-use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record, seal_frame};
+use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
 use crate::sealing::{FileIdentity, TAG_LEN};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_pages::PageNo;
@@ -48,25 +48,12 @@ impl Engine {
         if !checkpoint.written_segments.contains(&position) {
             checkpoint.written_segments.push(position);
         }
-        let frame_offset = segment.next_frame_offset();
-        segment.is_dirty = true;
-        let (store, name) = (self.store.disk.name(), segment.name());
-        let (header, records, frame) = match &segment.key {
-            Some(key) => {
-                let sealed = seal_frame(key, frame_offset, header, frame, &mut self.sealed_frame);
-                let (header, records) = sealed.map_err(|e| StoreError::io(store, &name, "encrypting pages", e))?;
-                (header, records, self.sealed_frame.as_slice())
-            }
-            None => (header, records, &*frame),
-        };
-        if let Some(file) = &segment.file {
-            let failed = |e| StoreError::io(store, &name, "writing pages", e);
-            file.write_at(frame, frame_offset).map_err(failed)?;
-            file.start_writeback(frame_offset, frame.len() as u64);
-        }
-        segment.end = frame_offset + frame.len() as u64;
-        checkpoint.bytes += segment.end.next_multiple_of(4096) - frame_offset;
-        self.add_pending(checkpoint, &records, position, frame_offset, header.data_offset());
+        let frame = PlainFrame { header, records, bytes: frame };
+        let written = segment.write_frame(frame, &mut self.sealed_frame);
+        let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "writing pages", e);
+        let WrittenFrame { offset, header, records } = written.map_err(failed)?;
+        checkpoint.bytes += segment.next_frame_offset() - offset;
+        self.add_pending(checkpoint, &records, position, offset, header.data_offset());
         Ok(())
     }
 

@@ -7,7 +7,7 @@
 //! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
 //! compaction's log entry is written.
 
-use super::pool::{DyingBytes, Role, Segment, record_bytes};
+use super::pool::{DyingBytes, PlainFrame, Role, Segment, WrittenFrame, record_bytes};
 use super::{Engine, OpenCheckpoint};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
@@ -15,7 +15,7 @@ use crate::format::entry::{self, Kind as EntryKind, Section};
 use crate::format::manifest::{EntryId, SegmentExtent};
 use crate::format::segment::{
     Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, Kind, ListedPage, MAX_DIRECTORY_BYTES, MAX_FRAME_PAGES,
-    RECORD_LEN, Record, seal_frame,
+    RECORD_LEN, Record,
 };
 use crate::format::{Flaw, Structure, names};
 use crate::segments::OpenSegment;
@@ -374,23 +374,14 @@ impl Engine {
             None => *compaction.output.insert(self.create_segment(Role::Output)?),
         };
         let output = std::mem::take(&mut compaction.frame);
-        let (mut header, mut frame) = output.encode(self.newest());
+        let (header, bytes) = output.encode(self.newest());
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
+        let frame = PlainFrame { header, records: Vec::new(), bytes: &bytes };
+        let written = segment.write_frame(frame, &mut self.sealed_frame);
         let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "moving pages", e);
-        let frame_offset = segment.next_frame_offset();
-        if let Some(key) = &segment.key {
-            let mut sealed = Vec::new();
-            (header, _) = seal_frame(key, frame_offset, header, &frame, &mut sealed).map_err(failed)?;
-            frame = sealed;
-        }
-        if let Some(file) = &segment.file {
-            file.write_at(&frame, frame_offset).map_err(failed)?;
-            file.start_writeback(frame_offset, frame.len() as u64);
-        }
-        segment.is_dirty = true;
-        segment.end = frame_offset + frame.len() as u64;
-        let mut record_offset = frame_offset + FRAME_HEADER_LEN as u64;
-        let mut data_offset = frame_offset + header.data_offset() as u64;
+        let WrittenFrame { offset, header, .. } = written.map_err(failed)?;
+        let mut record_offset = offset + FRAME_HEADER_LEN as u64;
+        let mut data_offset = offset + header.data_offset() as u64;
         for CopiedRecord { block, page, old } in output.copied {
             let offset = if old.len() == 0 { record_offset } else { data_offset };
             let new = Location::new(position, offset, old.len());

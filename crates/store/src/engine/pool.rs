@@ -7,9 +7,10 @@ use crate::format::ALIGNMENT;
 use crate::format::base::Location;
 use crate::format::manifest::SegmentExtent;
 use crate::format::names;
-use crate::format::segment::{HEADER_LEN, RECORD_LEN};
+use crate::format::segment::{FrameHeader, HEADER_LEN, RECORD_LEN, Record, seal_frame};
 use crate::sealing::FileKey;
 use rekindle_kernel::durable_file::DurableFile;
+use std::io;
 use std::sync::Arc;
 
 /// Returns the bytes that a record with `len` bytes of content uses in a segment.
@@ -120,6 +121,47 @@ impl Segment {
     /// Returns the offset of the next frame.
     pub fn next_frame_offset(&self) -> u64 {
         self.end.next_multiple_of(ALIGNMENT)
+    }
+}
+
+/// A frame that is to be written.
+pub(crate) struct PlainFrame<'f> {
+    pub header: FrameHeader,
+    /// The records of its directory, or none if the caller does not need those of the written frame.
+    pub records: Vec<Record>,
+    pub bytes: &'f [u8],
+}
+
+/// A frame that was written at an offset of its segment, with header and records as they are there.
+pub(crate) struct WrittenFrame {
+    pub offset: u64,
+    pub header: FrameHeader,
+    pub records: Vec<Record>,
+}
+
+impl Segment {
+    /// Writes a frame after the last one, encrypted if the segment is, and starts to write it to the disk. `buffer`: for the
+    /// encrypted frame.
+    ///
+    /// # Errors
+    /// The frame does not count. If it was encrypted, nothing may be written to the segment any more.
+    pub fn write_frame(&mut self, frame: PlainFrame<'_>, buffer: &mut Vec<u8>) -> io::Result<WrittenFrame> {
+        let offset = self.next_frame_offset();
+        self.is_dirty = true;
+        let PlainFrame { header, records, bytes } = frame;
+        let (header, records, bytes) = match &self.key {
+            Some(key) => {
+                let (header, records) = seal_frame(key, offset, header, bytes, buffer)?;
+                (header, records, buffer.as_slice())
+            }
+            None => (header, records, bytes),
+        };
+        if let Some(file) = &self.file {
+            file.write_at(bytes, offset)?;
+            file.start_writeback(offset, bytes.len() as u64);
+        }
+        self.end = offset + bytes.len() as u64;
+        Ok(WrittenFrame { offset, header, records })
     }
 }
 
