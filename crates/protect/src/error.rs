@@ -28,7 +28,7 @@ pub enum ProtectError {
     Target(#[from] TargetError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The store is not the one that this host knows, or that is unknown.
+    /// What this host knows of the VM's store cannot be read, or requires a key.
     #[error(transparent)]
     KnownStore(#[from] KnownStoreError),
     /// The store that this host has written is missing.

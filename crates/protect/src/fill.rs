@@ -14,8 +14,7 @@ use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
-use rekindle_store::types::CheckpointInfo;
-use rekindle_store::{ReadOptions, StoreError, StoreUrl};
+use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -44,6 +43,12 @@ pub enum FillError {
         #[source]
         source: io::Error,
     },
+    /// Another checkpoint has taken the place of the restored one.
+    #[error(
+        "{store}: its checkpoint {number} is not the one that was restored: the store was rolled back or exchanged; put the right one \
+         there, then: rekindle recover"
+    )]
+    OtherCheckpoint { store: StoreUrl, number: u64 },
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -73,6 +78,9 @@ pub struct Fill {
     /// The owner epoch that committed the checkpoint.
     #[serde(default)]
     pub(crate) epoch: Option<u64>,
+    /// Identifies the checkpoint, as the restore has checked it: see [`Image::footer`].
+    #[serde(default)]
+    footer: Option<u64>,
     #[serde(default)]
     pub stage: FillStage,
 }
@@ -96,11 +104,11 @@ fn main_ram_only() -> Vec<String> {
 }
 
 impl Fill {
-    /// Describes the fill of the blocks `paged` of `vmm` from checkpoint `info` of `store`.
+    /// Describes the fill of the blocks `paged` of `vmm` from the checkpoint `image` of `store`.
     pub(crate) fn new(
         store: StoreUrl,
         credentials: Option<&Credentials>,
-        info: &CheckpointInfo,
+        image: &Image,
         vmm: Vmm,
         ram: &GuestRam,
         paged: Vec<String>,
@@ -108,8 +116,9 @@ impl Fill {
         let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
         let credentials = credentials.and_then(CredentialPaths::of);
-        let (number, epoch, stage) = (info.number, Some(info.epoch), FillStage::Filling);
-        Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, stage }
+        let (info, footer, stage) = (image.info(), image.footer(), FillStage::Filling);
+        let (number, epoch) = (info.number, Some(info.epoch));
+        Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, footer, stage }
     }
 
     /// Returns whether the pager fills the block `id`.
@@ -117,10 +126,15 @@ impl Fill {
         self.paged.iter().any(|paged| paged == id)
     }
 
-    /// Returns the options for opening the checkpoint.
-    pub(crate) fn read_options(&self) -> ReadOptions {
+    /// Opens the checkpoint.
+    pub(crate) fn open_checkpoint(&self) -> Result<Image, FillError> {
         let credentials = self.credentials.as_ref().map(CredentialPaths::credentials);
-        ReadOptions { at: Some(self.number), credentials, ..ReadOptions::default() }
+        let image =
+            Image::open(&self.store, &ReadOptions { at: Some(self.number), credentials, ..ReadOptions::default() })?;
+        if self.footer.is_some() && image.footer() != self.footer {
+            return Err(FillError::OtherCheckpoint { store: self.store.clone(), number: self.number });
+        }
+        Ok(image)
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum KnownStoreError {
     #[error(
-        "{}: cannot be read, so it is unknown which store VM {name} has; correct that; or, if the store is certainly the \
+        "{}: cannot be read, so it is unknown which store VM {name} has; correct the file; or, if the store is certainly the \
          right one: rekindle store forget {name}",
         path.display()
     )]
@@ -95,7 +95,13 @@ impl KnownStoreFile {
         let record = Record { store: store.clone(), known };
         let directory = self.path.parent().map_or(Ok(()), make_private);
         if let Err(e) = directory.and_then(|()| write_json(&self.path, &record)) {
-            tracing::warn!("{}: {e}; a rollback of the store may remain unnoticed", self.path.display());
+            // The record of another store would prevent a restore from this one.
+            let is_removed = ignore_missing(fs::remove_file(&self.path)).is_ok();
+            let effect = match is_removed {
+                true => "this host does not notice if the store is rolled back",
+                false => "this host may reject the store at the next restore",
+            };
+            tracing::warn!("{}: {e}; {effect}", self.path.display());
         }
     }
 
@@ -128,7 +134,7 @@ mod tests {
         let file = file(&dir);
         assert_eq!(file.check(None).unwrap(), None);
         let reached = KnownState { epoch: 3, checkpoint: 7 };
-        let known = KnownStore { id: Uuid::from_u128(1), encrypted: false, reached, footer: u64::MAX };
+        let known = KnownStore { id: Uuid::from_u128(1), encrypted: false, reached, footer: u64::MAX, claim_footer: 1 };
         let store: StoreUrl = "s3://bucket/web".parse().unwrap();
         file.note(&store, known);
         assert_eq!(file.check(None).unwrap(), Some(known));

@@ -134,7 +134,7 @@ pub fn wait_filled(rundir: &RunDir, timeout: Duration) -> Result<(), FillError> 
 /// Opens the checkpoint that `fill.json` names.
 fn open_checkpoint(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
     let fill = Fill::read(rundir)?.ok_or_else(|| FillError::NothingToFill { name: rundir.name().into() })?;
-    let image = Image::open(&fill.store, &fill.read_options())?;
+    let image = fill.open_checkpoint()?;
     Ok((fill, image))
 }
 

@@ -3,6 +3,7 @@
 use crate::policy::Policy;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreUrl;
+use rekindle_store::types::KnownStore;
 use rekindle_vm::rundir::{RunDir, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -61,6 +62,9 @@ pub(crate) struct Progress {
     /// `committed` with its owner epoch, if that is known.
     #[serde(default)]
     pub(crate) base: Option<CommitId>,
+    /// The store as of `committed`; `None` for a store on a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) known: Option<KnownStore>,
 }
 
 impl Progress {

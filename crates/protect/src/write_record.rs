@@ -161,6 +161,7 @@ mod tests {
             committed_at_ms: None,
             epoch,
             base,
+            known: None,
         }
     }
 

@@ -94,24 +94,29 @@ pub enum StoreError {
     /// The keys cannot be read.
     #[error(transparent)]
     Keys(#[from] KeyError),
-    /// The store is older than it is known to have been, or than it must be.
+    /// The store has not reached the state that the caller requires.
     #[error(
-        "{store}: at {found}, but {known} is known or required: it was rolled back, or replaced by an old copy; use its newest \
-         copy; or, if the old state is wanted, let this host forget what it knows: rekindle store forget {vm}"
+        "{store}: at {found}, but {required} is required (--at-least-epoch, --at-least-checkpoint): use its newest copy"
     )]
-    RolledBack { store: String, vm: String, found: KnownState, known: KnownState },
+    NotReached { store: String, found: KnownState, required: KnownState },
+    /// The store is older than it is known to have been.
+    #[error(
+        "{store}: at {found}, but this host knows it at {known}: it was rolled back, or replaced by an old copy; use its newest \
+         copy; or, if the old state is wanted, let this host forget what it knows: rekindle store forget NAME"
+    )]
+    RolledBack { store: String, found: KnownState, known: KnownState },
     /// This host knows another, encrypted store of the VM.
     #[error(
-        "{store}: not the encrypted store that this host knows of VM {vm}; check the path; if that store was abandoned on purpose: \
-         rekindle store forget {vm}"
+        "{store}: not the encrypted store that this host knows of the VM; check the path; if that store was abandoned on \
+         purpose: rekindle store forget NAME"
     )]
-    OtherStore { store: String, vm: String },
-    /// The store has another checkpoint of this number than the one that this host knows.
+    OtherStore { store: String },
+    /// The store has another checkpoint of this number, or another owner of this epoch, than the one that is known.
     #[error(
-        "{store}: its checkpoint {checkpoint} is not the one that this host knows: the store was rolled back, and written again; \
-         use its newest copy; or, if this state is wanted: rekindle store forget {vm}"
+        "{store}: not as this host knows it at {known}: it was rolled back, and written again; use its newest copy; or, if this \
+         state is wanted: rekindle store forget NAME"
     )]
-    OtherHistory { store: String, vm: String, checkpoint: u64 },
+    OtherHistory { store: String, known: KnownState },
     /// A checksum or a length is wrong.
     #[error(
         "{store}/{file}: {structure} is damaged at byte {at}: {what}; see what is left: rekindle store verify {store}"
@@ -317,6 +322,7 @@ impl StoreError {
             Self::UnknownKey { .. } => "unknown-key",
             Self::NoKeysOnServer { .. } => "no-keys-on-server",
             Self::Keys(_) => "keys",
+            Self::NotReached { .. } => "not-reached",
             Self::RolledBack { .. } => "rolled-back",
             Self::OtherStore { .. } => "other-store",
             Self::OtherHistory { .. } => "other-history",

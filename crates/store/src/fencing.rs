@@ -34,6 +34,6 @@ pub(crate) fn fence_directory(
         _ => StoreDirectory::open(storage, Some(vm.uuid))?,
     };
     let (claim, tail) = log::claim(&store, owner, only_if)?;
-    let known = KnownStore::of(&store, claim.epoch, tail.newest_state.and_then(|state| state.manifest.newest()));
+    let known = KnownStore::of(&store, &claim, tail.newest_state.and_then(|state| state.manifest.newest()));
     Ok((store, Fenced { epoch: claim.epoch, newest: known.reached.checkpoint, known: Some(known) }))
 }

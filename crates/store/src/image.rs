@@ -117,6 +117,10 @@ impl LocalImage {
     }
 
     /// Reads a section of the checkpoint's log entry.
+    pub(crate) fn footer(&self) -> u64 {
+        self.entry.footer
+    }
+
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
         log::section(&self.store, &self.entry, section)
     }

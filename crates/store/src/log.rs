@@ -168,8 +168,9 @@ pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
         let LogListing { log_numbers, second_name } = list(store)?;
         let newest = log_numbers.last().copied().max(second_name).unwrap_or(0);
         let mut tail = LogTail { newest, epoch: 0, claim: EntryId::default(), newest_state: None };
-        let mut log_number = newest;
-        while log_number > 0 {
+        let mut next = EntryId::numbered(newest);
+        while next.log_number > 0 {
+            let log_number = next.log_number;
             if log_numbers.binary_search(&log_number).is_err() {
                 if attempts < GAP_ATTEMPTS {
                     continue 'attempt;
@@ -191,8 +192,12 @@ pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
                 if tail.claim.log_number < log_number {
                     tail.claim = EntryId { log_number, footer: entry.footer };
                 }
-                log_number = state_before_claim(store, &entry)?;
+                next = state_before_claim(store, &entry)?;
                 continue;
+            }
+            if next.footer != 0 && next.footer != entry.footer {
+                let flaw = Flaw::bad(Structure::EntryFooter, 0, "it is not the entry that the claim after it names");
+                return Err(StoreError::flaw(store.name(), &names::entry(log_number), flaw));
             }
             let manifest = manifest(store, &entry)?;
             if tail.claim.log_number < manifest.claim {
@@ -206,15 +211,17 @@ pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
     }
 }
 
-/// Returns the number of the entry with the newest manifest at the time of `claim`, or 0. A claim of an older Rekindle
-/// does not record it; then the number of the preceding entry is returned.
-fn state_before_claim(store: &StoreDirectory, claim: &Entry) -> Result<u64> {
+/// Returns the entry with the newest manifest at the time of `claim`, or number 0. A claim of an older Rekindle does not
+/// record it; then the preceding entry is returned. The footer is known in encrypted stores.
+fn state_before_claim(store: &StoreDirectory, claim: &Entry) -> Result<EntryId> {
     if claim.section_len(Section::Before) == 0 {
-        return Ok(claim.log_number - 1);
+        return Ok(EntryId::numbered(claim.log_number - 1));
     }
     let bytes = section(store, claim, Section::Before)?;
-    let before = Reader::new(&bytes).u64().filter(|before| *before < claim.log_number);
-    before.ok_or_else(|| {
+    let mut reader = Reader::new(&bytes);
+    let before = reader.u64().filter(|before| *before < claim.log_number);
+    let footer = if store.is_encrypted() { reader.u64() } else { Some(0) };
+    before.zip(footer).map(|(log_number, footer)| EntryId { log_number, footer }).ok_or_else(|| {
         let flaw = Flaw::bad(Section::Before.structure(), 0, "it does not name the entry before it");
         StoreError::flaw(store.name(), &names::entry(claim.log_number), flaw)
     })
@@ -319,41 +326,45 @@ fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyI
     Err(superseded(store, expected_epoch, tail.claim.log_number))
 }
 
-/// Fails with [`StoreError::RolledBack`], [`StoreError::OtherStore`] or [`StoreError::OtherHistory`] if the store is not what
-/// is expected of it.
+/// Fails with [`StoreError::NotReached`], [`StoreError::OtherStore`], [`StoreError::RolledBack`] or
+/// [`StoreError::OtherHistory`] if the store is not what is expected of it.
 pub(crate) fn check_expected(store: &StoreDirectory, tail: &LogTail, expected: &Expected) -> Result<()> {
     let kept = tail.newest_state.as_ref().map_or(&[][..], |state| &state.manifest.kept);
     let found = KnownState { epoch: tail.epoch, checkpoint: kept.last().map_or(0, |kept| kept.number) };
-    let (name, vm) = (|| store.name().to_owned(), &store.vm.name);
-    require_reached(store.name(), vm, found, expected.at_least)?;
+    let name = || store.name().to_owned();
+    require_reached(store.name(), found, expected.at_least)?;
     let Some(known) = expected.known else { return Ok(()) };
     if known.id != store.id {
         // Without encryption, the ID proves nothing.
-        return if known.encrypted { Err(StoreError::OtherStore { store: name(), vm: vm.clone() }) } else { Ok(()) };
+        return if known.encrypted { Err(StoreError::OtherStore { store: name() }) } else { Ok(()) };
     }
-    require_reached(store.name(), vm, found, known.reached)?;
-    let checkpoint = known.reached.checkpoint;
-    let same = kept.iter().find(|kept| kept.number == checkpoint);
-    if same.is_some_and(|kept| kept.footer != known.footer) {
-        return Err(StoreError::OtherHistory { store: name(), vm: vm.clone(), checkpoint });
+    if !found.has_reached(known.reached) {
+        return Err(StoreError::RolledBack { store: name(), found, known: known.reached });
+    }
+    let same = kept.iter().find(|kept| kept.number == known.reached.checkpoint);
+    let has_other_claim = tail.epoch == known.reached.epoch && tail.claim.footer != known.claim_footer;
+    // Without encryption, a manifest does not have the claim's footer.
+    if same.is_some_and(|kept| kept.footer != known.footer) || (has_other_claim && tail.claim.footer != 0) {
+        return Err(StoreError::OtherHistory { store: name(), known: known.reached });
     }
     Ok(())
 }
 
-/// Fails with [`StoreError::RolledBack`] if a store has not reached a state.
-pub(crate) fn require_reached(store: &str, vm: &str, found: KnownState, known: KnownState) -> Result<()> {
-    if found.epoch < known.epoch || found.checkpoint < known.checkpoint {
-        return Err(StoreError::RolledBack { store: store.into(), vm: vm.into(), found, known });
+/// Fails with [`StoreError::NotReached`] if a store has not reached a state.
+pub(crate) fn require_reached(store: &str, found: KnownState, required: KnownState) -> Result<()> {
+    if found.has_reached(required) {
+        Ok(())
+    } else {
+        Err(StoreError::NotReached { store: store.into(), found, required })
     }
-    Ok(())
 }
 
 impl KnownStore {
     /// Returns what is known of a store in an owner epoch. `newest`: its newest checkpoint.
-    pub(crate) fn of(store: &StoreDirectory, epoch: u64, newest: Option<KeptCheckpoint>) -> Self {
-        let reached = KnownState { epoch, checkpoint: newest.map_or(0, |kept| kept.number) };
-        let footer = newest.map_or(0, |kept| kept.footer);
-        Self { id: store.id, encrypted: store.is_encrypted(), reached, footer }
+    pub(crate) fn of(store: &StoreDirectory, claim: &Claim, newest: Option<KeptCheckpoint>) -> Self {
+        let reached = KnownState { epoch: claim.epoch, checkpoint: newest.map_or(0, |kept| kept.number) };
+        let (footer, claim_footer) = (newest.map_or(0, |kept| kept.footer), claim.entry.footer);
+        Self { id: store.id, encrypted: store.is_encrypted(), reached, footer, claim_footer }
     }
 }
 
@@ -366,9 +377,13 @@ fn encode_claim(
 ) -> Result<EncodedEntry> {
     let claim = UniqueClaim { owner, id: Uuid::new_v4() };
     let owner = serde_json::to_vec(&claim).map_err(|e| StoreError::io(store.name(), "", "claiming", e.into()))?;
-    let mut state_number = Vec::new();
-    state_number.put_u64(tail.newest_state.as_ref().map_or(0, |state| state.entry.log_number));
-    let sections: &[(Section, &[u8])] = &[(Section::Claim, &owner), (Section::Before, &state_number)];
+    let state = tail.newest_state.as_ref().map(|state| &state.entry);
+    let mut before = Vec::new();
+    before.put_u64(state.map_or(0, |entry| entry.log_number));
+    if store.is_encrypted() {
+        before.put_u64(state.map_or(0, |entry| entry.footer));
+    }
+    let sections: &[(Section, &[u8])] = &[(Section::Claim, &owner), (Section::Before, &before)];
     Ok(entry::encode(store.id, Kind::Claim, epoch, log_number, sections))
 }
 

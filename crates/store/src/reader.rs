@@ -90,6 +90,16 @@ impl Image {
         &self.vm
     }
 
+    /// Returns the checksum in the footer of the checkpoint's log entry, which two histories of a store do not share; `None`
+    /// for a store on a server.
+    #[must_use]
+    pub fn footer(&self) -> Option<u64> {
+        match &self.source {
+            Source::Local(local) => Some(local.footer()),
+            Source::Remote(_) => None,
+        }
+    }
+
     /// Describes the checkpoint, including its RAM block table.
     #[must_use]
     pub fn info(&self) -> &CheckpointInfo {

@@ -82,6 +82,17 @@ pub struct KnownStore {
     /// Checksum in the footer of the newest checkpoint's log entry: two histories of one store may have a checkpoint of
     /// the same number. 0 without a checkpoint.
     pub footer: u64,
+    /// Checksum in the footer of the owner's claim: two histories may have an owner of the same epoch.
+    pub claim_footer: u64,
+}
+
+impl KnownStore {
+    /// Returns whether both are the same store with the same newest checkpoint, whichever owner it has.
+    #[must_use]
+    pub fn has_same_checkpoint(&self, other: &Self) -> bool {
+        let newest = |known: &Self| (known.id, known.reached.checkpoint, known.footer);
+        newest(self) == newest(other)
+    }
 }
 
 /// What a store must be to be used.
@@ -91,6 +102,13 @@ pub struct Expected {
     pub at_least: KnownState,
     /// What is known of the store of the VM. If it is encrypted, no other store may take its place.
     pub known: Option<KnownStore>,
+}
+
+impl KnownState {
+    /// Returns whether a store in this state has reached `required`.
+    pub(crate) fn has_reached(self, required: Self) -> bool {
+        self.epoch >= required.epoch && self.checkpoint >= required.checkpoint
+    }
 }
 
 impl fmt::Display for KnownState {
@@ -188,6 +206,9 @@ pub struct Committed {
     pub writing: Duration,
     /// Time spent waiting for the disk.
     pub syncing: Duration,
+    /// What is known of the store now; `None` for a store on a server.
+    #[serde(skip)]
+    pub known: Option<KnownStore>,
 }
 
 /// Returns the current time in microseconds since 1970.

@@ -92,6 +92,7 @@ pub struct Writer {
     /// Number of the next checkpoint.
     next: u64,
     epoch: u64,
+    known: Option<KnownStore>,
     requests: Option<Sender<Request>>,
     pack_jobs: Option<Sender<PackJob>>,
     /// The store's thread returns the buffer of a frame here after writing the frame.
@@ -165,12 +166,13 @@ impl Writer {
         for _ in 0..packers + 3 {
             let _ = return_frame.send(Frame::default());
         }
-        let OpenedStore { digester, newest, epoch } = opened;
+        let OpenedStore { digester, newest, epoch, known } = opened;
         Ok(Self {
             store,
             digester,
             next: newest + 1,
             epoch,
+            known,
             requests: Some(requests),
             pack_jobs: Some(pack_jobs),
             return_frame,
@@ -189,11 +191,10 @@ impl Writer {
         self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
     }
 
-    /// Returns the state that the store has reached; `None` for a store on a server, and if the store's thread has ended.
+    /// Returns what is known of the store since the last commit; `None` for a store on a server.
     #[must_use]
     pub fn known_store(&self) -> Option<KnownStore> {
-        let (reply, answer) = mpsc::channel();
-        self.ask(Request::KnownStore(reply)).and_then(|()| self.answer(&answer)).ok().flatten()
+        self.known
     }
 
     /// Returns the number that the next checkpoint gets.
@@ -451,6 +452,7 @@ impl Checkpoint<'_> {
         self.open = false;
         let committed = self.writer.answer(&answer)??;
         self.writer.next = committed.number + 1;
+        self.writer.known = committed.known;
         Ok(committed)
     }
 }

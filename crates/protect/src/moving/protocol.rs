@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// Version of the protocol.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 /// Maximum length of a line in bytes.
 pub(super) const MAX_LINE_BYTES: usize = 4 << 20;
 
@@ -80,6 +80,8 @@ pub(super) struct MovingDomain {
 pub(super) struct Go {
     /// The owner epoch that committed the guest's last checkpoint. Only the next owner after it may resume the guest.
     pub epoch: u64,
+    /// The number of that checkpoint.
+    pub checkpoint: u64,
 }
 
 /// An answer of the destination host.
@@ -145,7 +147,7 @@ mod tests {
     fn lines_are_as_documented() {
         let line = |message: &Message| serde_json::to_string(message).unwrap();
         assert_eq!(line(&Message::Prepare {}), r#"{"prepare":{}}"#);
-        assert_eq!(line(&Message::Go(Go { epoch: 7 })), r#"{"go":{"epoch":7}}"#);
+        assert_eq!(line(&Message::Go(Go { epoch: 7, checkpoint: 3 })), r#"{"go":{"epoch":7,"checkpoint":3}}"#);
         let failed = Answer::Failed { why: "no room".into(), resumed: false, claimed: Some(8) };
         assert_eq!(
             serde_json::to_string(&failed).unwrap(),

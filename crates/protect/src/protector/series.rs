@@ -40,7 +40,8 @@ pub(crate) struct CheckpointSeries<'a> {
     committed_at_ms: Option<u64>,
     /// What this host knows of the store, and when that was recorded.
     known_store: KnownStoreFile,
-    noted_at: Instant,
+    /// `None` before the first commit.
+    noted_at: Option<Instant>,
     /// Locks out other protectors, detach and moves.
     _protection: ProtectionLock,
 }
@@ -70,7 +71,7 @@ impl<'a> CheckpointSeries<'a> {
         store_options.only_if = Some(OnlyIf::Run { run: owner_record.run() });
         let progress = Progress::read(target.rundir())
             .filter(|progress| progress.is_of(target.vmm()) && progress.store == settings.store);
-        let series = Self {
+        Ok(Self {
             settings,
             store_options,
             owner_record,
@@ -78,21 +79,20 @@ impl<'a> CheckpointSeries<'a> {
             base: None,
             committed_at_ms: progress.and_then(|progress| progress.committed_at_ms),
             known_store,
-            noted_at: Instant::now(),
+            noted_at: None,
             _protection: protection,
-        };
-        if let Some(known) = series.writer.as_ref().and_then(Writer::known_store) {
-            // The guest runs on this host: it is newer than any state that the store may have had.
-            series.known_store.replace(&settings.store, known);
-        }
-        Ok(series)
+        })
     }
 
-    /// Records for later restores on this host what the store has reached.
-    fn note_known_store(&self) {
-        if let Some(known) = self.writer.as_ref().and_then(Writer::known_store) {
-            self.known_store.note(&self.settings.store, known);
+    /// Records for later restores on this host what the store has reached since the last commit.
+    fn note_known_store(&mut self) {
+        let Some(known) = self.writer.as_ref().and_then(Writer::known_store) else { return };
+        match self.noted_at {
+            // This checkpoint is of the guest that runs here, so it is newer than any state that the store had before.
+            None => self.known_store.replace(&self.settings.store, known),
+            Some(_) => self.known_store.note(&self.settings.store, known),
         }
+        self.noted_at = Some(Instant::now());
     }
 
     /// Starts to track the memory of `target`.
@@ -134,6 +134,7 @@ impl<'a> CheckpointSeries<'a> {
         match Progress::read(target.rundir()) {
             Some(progress)
                 if progress.policy == plan.policy
+                    && is_same_history(&progress, writer)
                     && progress.is_all_committed(&self.settings.store, target.vmm(), newest) =>
             {
                 InitialTracking::Continue
@@ -176,7 +177,11 @@ impl<'a> CheckpointSeries<'a> {
     /// Takes one checkpoint and commits it.
     pub(crate) fn checkpoint(&mut self, session: &mut TrackingSession) -> Result<CheckpointReport, CheckpointError> {
         let every = self.settings.every;
-        self.record_progress(session, |session, writer| session.checkpoint(writer, every))
+        let report = self.record_progress(session, |session, writer| session.checkpoint(writer, every))?;
+        if self.noted_at.is_none_or(|noted_at| noted_at.elapsed() >= NOTE_INTERVAL) {
+            self.note_known_store();
+        }
+        Ok(report)
     }
 
     /// Takes the last checkpoint of a guest that stays stopped: see [`TrackingSession::last_checkpoint`].
@@ -210,12 +215,9 @@ impl<'a> CheckpointSeries<'a> {
         (progress.collected, progress.committed) = (report.number, report.number);
         progress.committed_at_ms = u64::try_from(uptime().as_millis()).ok();
         progress.base = Some(CommitId { number: report.number, epoch: progress.epoch });
+        progress.known = writer.known_store();
         progress.write(session.target.rundir());
         (self.committed_at_ms, self.base) = (progress.committed_at_ms, progress.base);
-        if self.noted_at.elapsed() >= NOTE_INTERVAL {
-            self.note_known_store();
-            self.noted_at = Instant::now();
-        }
         Ok(report)
     }
 
@@ -232,6 +234,7 @@ impl<'a> CheckpointSeries<'a> {
             committed_at_ms: self.committed_at_ms,
             epoch: 0,
             base: self.base,
+            known: self.writer.as_ref().and_then(Writer::known_store),
         }
     }
 
@@ -284,8 +287,20 @@ impl<'a> CheckpointSeries<'a> {
     }
 }
 
+/// Returns whether the newest checkpoint of the store is the one that the protector of `progress` has committed. In a store
+/// that was rolled back and written again, it may have the same number.
+fn is_same_history(progress: &Progress, writer: &Writer) -> bool {
+    match (&progress.known, writer.known_store()) {
+        (Some(committed), Some(found)) => committed.has_same_checkpoint(&found),
+        (None, None) => true,
+        _ => false,
+    }
+}
+
 impl Drop for CheckpointSeries<'_> {
     fn drop(&mut self) {
-        self.note_known_store();
+        if self.noted_at.is_some() {
+            self.note_known_store();
+        }
     }
 }

@@ -15,7 +15,8 @@ use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::types::{Block, Guest, OnlyIf, Owner, Vm};
+use rekindle_store::admin::Fenced;
+use rekindle_store::types::{Block, Guest, KnownStore, OnlyIf, Owner, Vm};
 use rekindle_store::{Image, ReadOptions};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::overlays::OverlayEpoch;
@@ -77,6 +78,25 @@ impl ChosenCheckpoint<Recipe> {
     }
 }
 
+impl<R> ChosenCheckpoint<R> {
+    /// Checks that the storage has shown the same checkpoint to the claim, which has found `known`.
+    pub(super) fn require_footer_of(
+        &self,
+        known: Option<KnownStore>,
+        request: &Request,
+        name: &str,
+    ) -> Result<(), RestoreError> {
+        let number = self.image.info().number;
+        match known.map(|known| known.footer) {
+            footer @ Some(_) if footer != self.image.footer() => {
+                let (name, store) = (name.into(), request.store.to_string());
+                Err(RestoreError::WentBack { name, store, newest: number, number })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// A checkpoint that may not be committed yet.
 #[derive(Debug, Default)]
 pub(super) struct PendingImage(OnceLock<Option<Image>>);
@@ -128,8 +148,8 @@ pub(super) enum SmallBlockPages {
 }
 
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
-/// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
-pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
+/// ends its guest when it detects that.
+pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<Fenced, RestoreError> {
     let Request { store, credentials, known_store, move_claim, .. } = request;
     let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
     let credentials = credentials.as_ref();
@@ -138,23 +158,28 @@ pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result
             let only_if = Some(OnlyIf::Expected(request.expected()?));
             OwnerRecord::claim(rundir, store, credentials, vm, &owner("restore"), only_if)?
         }
-        Some(MoveClaim { owner_epoch, spare, .. }) => {
+        Some(MoveClaim { owner_epoch, checkpoint, spare, .. }) => {
             let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
             let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials, vm, &owner("move"), only_if)?;
             owner_epoch.store(fenced.epoch, Ordering::SeqCst);
+            let (newest, number) = (checkpoint.load(Ordering::SeqCst), fenced.newest);
+            if number < newest {
+                let (name, store) = (rundir.name().into(), store.to_string());
+                return Err(RestoreError::WentBack { name, store, newest, number });
+            }
             fenced
         }
     };
     if let Some(known) = fenced.known {
         known_store.note(store, known);
     }
-    Ok(fenced.newest)
+    Ok(fenced)
 }
 
 /// Makes this host the store's owner during a load of checkpoint `number`. The load is valid only if this succeeds.
 pub(super) fn claim_during_load(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
     let name = rundir.name();
-    match claim_store(request, vm, rundir)? {
+    match claim_store(request, vm, rundir)?.newest {
         newest if request.at.is_none() && newest != number => Err(RestoreError::Newer { name: name.into(), newest }),
         _ => Ok(()),
     }
@@ -168,7 +193,7 @@ pub(super) fn claim_and_read(
     rundir: &RunDir,
 ) -> Result<LoadInput, RestoreError> {
     let name = rundir.name();
-    let newest = claim_store(request, chosen.image.vm(), rundir)?;
+    let Fenced { newest, known, .. } = claim_store(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = ChosenCheckpoint::open(&chosen.permission, request)?;
         let number = newer.image.info().number;
@@ -182,6 +207,9 @@ pub(super) fn claim_and_read(
             return Err(RestoreError::Changed { name: name.into(), number: newer.image.info().number });
         }
         chosen = newer;
+    }
+    if request.at.is_none() {
+        chosen.require_footer_of(known, request, name)?;
     }
     let ChosenCheckpoint { image, recipe, .. } = chosen;
     let input = read(image, recipe.ram_ids())?;

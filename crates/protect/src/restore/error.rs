@@ -27,7 +27,7 @@ use std::path::PathBuf;
 pub enum RestoreError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The store is not the one that this host knows, or that is unknown.
+    /// What this host knows of the VM's store cannot be read, or requires a key.
     #[error(transparent)]
     KnownStore(#[from] KnownStoreError),
     /// The store's owner epoch cannot be recorded.
@@ -58,8 +58,8 @@ pub enum RestoreError {
     Newer { name: String, newest: u64 },
     /// The store has shown a newer state before.
     #[error(
-        "{store} has shown checkpoint {newest} of {name}, and now shows {number} as the newest: its storage does not keep what \
-         was written; nothing was restored. Repair the storage, then try again"
+        "{store} must have checkpoint {newest} of {name}, and now shows another state, with {number} as the newest: its storage does \
+         not keep what was written; nothing was restored. Repair the storage, then try again"
     )]
     WentBack { name: String, store: String, newest: u64, number: u64 },
     /// A checkpoint that was being loaded was not committed.

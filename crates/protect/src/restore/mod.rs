@@ -95,10 +95,7 @@ impl Request {
     /// # Errors
     /// [`KnownStoreError`](crate::known_store::KnownStoreError): the store must not be used.
     pub(crate) fn expected(&self) -> Result<Expected, RestoreError> {
-        let known = match self.is_store_of_source {
-            true => None,
-            false => self.known_store.check(self.credentials.as_ref())?,
-        };
+        let known = self.known_store.check(self.credentials.as_ref())?.filter(|_| !self.is_store_of_source);
         Ok(Expected { at_least: self.at_least, known })
     }
 
@@ -126,6 +123,8 @@ pub struct MoveClaim {
     /// The owner epoch of the source host; once this host has claimed the store, the owner epoch of that claim. If the
     /// store has another owner, nothing is restored.
     pub owner_epoch: AtomicU64,
+    /// Number of the guest's last checkpoint; 0 as long as the source host has not named it.
+    pub checkpoint: AtomicU64,
     /// The guest may have been resumed.
     pub may_run: AtomicBool,
     /// Existing connections to the store.

@@ -148,9 +148,9 @@ impl OnDemandRam {
         credentials: Option<&Credentials>,
     ) -> Result<(), RestoreError> {
         let pager_lock = lock_pager(rundir)?;
-        let info = self.input.image()?.info();
+        let image = self.input.image()?;
         let paged = self.input.paged.clone();
-        Fill::new(store.clone(), credentials, info, vmm.clone(), &self.ram, paged).write(rundir)?;
+        Fill::new(store.clone(), credentials, image, vmm.clone(), &self.ram, paged).write(rundir)?;
         if let Some(connected) = &mut self.connected {
             connected.supply.pager_lock = Some(pager_lock);
         }

@@ -90,10 +90,10 @@ pub struct Restore {
     /// The number of the checkpoint [default: the newest].
     #[arg(long, value_name = "N")]
     pub at: Option<u64>,
-    /// Reject the store if its owner epoch is lower: it was rolled back [default: what this host knows].
+    /// Reject the store if its owner epoch is lower, besides what this host knows.
     #[arg(long, value_name = "N")]
     pub at_least_epoch: Option<u64>,
-    /// Reject the store if its newest checkpoint has a lower number [default: what this host knows].
+    /// Reject the store if its newest checkpoint has a lower number, besides what this host knows.
     #[arg(long, value_name = "N")]
     pub at_least_checkpoint: Option<u64>,
     /// Load all memory before the guest resumes.

@@ -27,7 +27,7 @@ fn a_guest_is_restored_from_an_encrypted_store_with_its_key_only() {
     for (arguments, words) in [
         (vec![], "--key-file"),
         (vec!["--key-file", wrong], "not among those that were given"),
-        (vec!["--key-file", key, "--at-least-checkpoint", "4"], "rolled back"),
+        (vec!["--key-file", key, "--at-least-checkpoint", "4"], "checkpoint 4 is required"),
     ] {
         let command = lab.command(["restore", "sealed", "--store", url].into_iter().chain(arguments));
         lab.finish(command).status(1).prints(&[words]);
@@ -98,8 +98,11 @@ fn a_host_that_knows_an_encrypted_store_accepts_no_older_or_other_one_until_it_f
         (other, &with_key, "not the encrypted store that this host knows"),
     ] {
         let restore = ["restore", "known", "--store", url];
-        let remedy =
-            if words.contains("is not encrypted") { "create a new store" } else { "rekindle store forget known" };
+        let remedy = match words {
+            "the store is not encrypted" => "create a new store",
+            "no key was given" => "rekindle store forget known",
+            _ => "rekindle store forget NAME",
+        };
         lab.rekindle(restore.iter().chain(credentials)).status(1).prints(&[words, remedy]);
     }
     // The newest copy at another path is the same store.
@@ -108,7 +111,7 @@ fn a_host_that_knows_an_encrypted_store_accepts_no_older_or_other_one_until_it_f
     crash(&guest);
     // The restore has raised what is known.
     let e = lab.rekindle(["restore", "known", "--store", url, "--key-file", key]).status(1);
-    e.prints(&["at owner epoch 1, checkpoint 2", "owner epoch 3, checkpoint 4 is known"]);
+    e.prints(&["at owner epoch 1, checkpoint 2", "this host knows it at owner epoch 3, checkpoint 4"]);
     lab.rekindle(["store", "forget", "known"]).ok();
     assert_eq!(restore(&guest, &store, &with_key)["checkpoint"], 2);
     assert_eq!(guest.boot_id(), boot);

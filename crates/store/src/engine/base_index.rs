@@ -152,6 +152,8 @@ impl Engine {
         writer.file.sync().map_err(failed("making a base index durable"))?;
         match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry.log_number, self.claim.epoch))
         {
+            // It may be of another history.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && self.store.is_encrypted() => return Ok(()),
             // An existing base index of the same log entry is equivalent.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             result => result.map_err(failed("linking a base index"))?,
@@ -178,6 +180,12 @@ impl Engine {
         for (log_number, epoch) in bases.into_iter().rev() {
             let name = names::base(log_number, epoch);
             let usable_from = self.read_usable_from(&name);
+            let is_listed = self.base_entries.iter().any(|entry| entry.log_number == log_number);
+            if self.store.is_encrypted() && !is_listed {
+                // It cannot be used: it is of another history, or of an owner that did not notice its successor.
+                let _ = self.store.disk.remove(&name);
+                continue;
+            }
             let is_needed = usable_from.is_some() && (is_newest || !oldest_is_covered);
             oldest_is_covered |= usable_from.is_some_and(|usable_from| usable_from <= self.oldest());
             is_newest = false;
@@ -187,12 +195,14 @@ impl Engine {
         }
     }
 
-    /// Removes the log entries from the list after which no base index exists any more.
+    /// Drops the entries of `base_entries` whose base index was removed.
     pub(super) fn forget_removed_base_indices(&mut self) {
         let Ok(files) = self.store.disk.list(names::INDEX) else { return };
         let existing: Vec<u64> =
             files.iter().filter_map(|(name, _)| names::parse_base(name)).map(|(log_number, _)| log_number).collect();
-        self.base_entries.retain(|entry| existing.contains(&entry.log_number));
+        // After the newest entry, one may still be written.
+        let newest = self.newest_manifest_entry;
+        self.base_entries.retain(|entry| *entry == newest || existing.contains(&entry.log_number));
         self.base_entries.dedup();
     }
 

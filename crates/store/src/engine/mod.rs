@@ -63,6 +63,8 @@ pub(crate) struct OpenedStore {
     /// Number of the newest checkpoint; 0 if there is none.
     pub newest: u64,
     pub epoch: u64,
+    /// What is known of the store now; `None` for a store on a server.
+    pub known: Option<KnownStore>,
 }
 
 /// A RAM block and the newest content of its pages.
@@ -212,12 +214,13 @@ impl Engine {
     }
 
     pub fn opened(&self) -> OpenedStore {
-        OpenedStore { digester: self.store.digester(), newest: self.newest(), epoch: self.claim.epoch }
+        let (newest, epoch, known) = (self.newest(), self.claim.epoch, Some(self.known_store()));
+        OpenedStore { digester: self.store.digester(), newest, epoch, known }
     }
 
     /// Returns the state of the store as this owner has left it.
     pub fn known_store(&self) -> KnownStore {
-        KnownStore::of(&self.store, self.claim.epoch, self.kept.last().copied())
+        KnownStore::of(&self.store, &self.claim, self.kept.last().copied())
     }
 
     /// Returns the name of the store for messages.

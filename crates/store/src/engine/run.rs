@@ -5,7 +5,7 @@ use super::commit::CheckpointState;
 use super::compaction::Urgency;
 use crate::error::Result;
 use crate::page_table::PageDigests;
-use crate::types::{Block, Committed, KnownStore};
+use crate::types::{Block, Committed};
 use rekindle_kernel::large::Large;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
@@ -54,8 +54,6 @@ pub(crate) enum Request {
     /// Finishes background work and writes a base index ([`Engine::settle`]).
     Settle(Sender<Result<()>>),
     Epoch(Sender<u64>),
-    /// Returns the state of the store; `None` for a store on a server.
-    KnownStore(Sender<Option<KnownStore>>),
 }
 
 impl Engine {
@@ -136,7 +134,6 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
             Request::Compact(reply) => drop(reply.send(engine.compact())),
             Request::Settle(reply) => drop(reply.send(engine.settle())),
             Request::Epoch(reply) => drop(reply.send(engine.owner().epoch)),
-            Request::KnownStore(reply) => drop(reply.send(Some(engine.known_store()))),
         }
     }
     engine.abort();

@@ -91,11 +91,12 @@ pub(crate) fn fence(
 ) -> Result<Fenced> {
     // The server may be older than the condition.
     let only_if = match only_if {
+        Some(OnlyIf::Expected(expected)) if expected.at_least == KnownState::default() => None,
         Some(OnlyIf::Expected(expected)) => {
             let listing = listing(server, identity)?;
             let checkpoint = listing.checkpoints.last().map_or(0, |listed| listed.number);
             let found = KnownState { epoch: listing.epoch, checkpoint };
-            require_reached(&server.to_string(), &vm.name, found, expected.at_least)?;
+            require_reached(&server.to_string(), found, expected.at_least)?;
             Some(OnlyIf::Epoch(listing.epoch))
         }
         other => other,

@@ -90,7 +90,7 @@ impl WriteSession {
 
     /// Returns the state of the store when it was opened.
     pub fn opened(&self) -> OpenedStore {
-        OpenedStore { digester: Digester::new(self.id), newest: self.newest, epoch: self.epoch }
+        OpenedStore { digester: Digester::new(self.id), newest: self.newest, epoch: self.epoch, known: None }
     }
 
     /// Serves requests until all senders are dropped.
@@ -113,7 +113,6 @@ impl WriteSession {
                 Request::Compact(reply) => drop(reply.send(self.compact())),
                 Request::Settle(reply) => drop(reply.send(self.settle())),
                 Request::Epoch(reply) => drop(reply.send(self.epoch)),
-                Request::KnownStore(reply) => drop(reply.send(None)),
             }
         }
     }

@@ -244,7 +244,8 @@ fn commands_get_the_keys_from_a_file() {
 fn known_store(disk: &impl TestDisk) -> KnownStore {
     let store = StoreDirectory::open(disk.shared(), None).unwrap();
     let tail = log::tail(&store).unwrap();
-    KnownStore::of(&store, tail.epoch, tail.newest_state.and_then(|state| state.manifest.newest()))
+    let claim = log::read_claim(&store, tail.claim).unwrap();
+    KnownStore::of(&store, &claim, tail.newest_state.and_then(|state| state.manifest.newest()))
 }
 
 fn expected(known: KnownStore) -> Expected {

@@ -289,7 +289,11 @@ impl<'a> IncomingVm<'a> {
 
     /// Resumes the guest from the store.
     fn resume(&mut self, go: &Go) -> Answer {
-        let move_claim = MoveClaim { owner_epoch: AtomicU64::new(go.epoch), ..MoveClaim::default() };
+        let move_claim = MoveClaim {
+            owner_epoch: AtomicU64::new(go.epoch),
+            checkpoint: AtomicU64::new(go.checkpoint),
+            ..MoveClaim::default()
+        };
         self.restore(go, Arc::new(move_claim), None)
     }
 
@@ -441,6 +445,7 @@ fn load_until_go(
         let commit_report = wait_for_go();
         if let Some(go) = &commit_report {
             move_claim.owner_epoch.store(go.epoch, Ordering::SeqCst);
+            move_claim.checkpoint.store(go.checkpoint, Ordering::SeqCst);
             // Fails only if the load has ended with an error, which the caller handles.
             let _ = commit_sender.send(());
         }

@@ -38,6 +38,7 @@ use rekindle_life::attach::attach_locked;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::foreign::without_overlays;
 use rekindle_qemu::monitor::Monitor;
+use rekindle_store::admin::Fenced;
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
 use rekindle_vm::fault;
@@ -292,9 +293,12 @@ impl Restore<'_> {
         fault::point("libvirt-restore.prepare.overlays", None, None);
         let info = chosen.image.info();
         let (checkpoint, taken_us) = (info.number, info.time_us);
-        let newest = claim_store(request, chosen.image.vm(), self.rundir)?;
-        if request.at.is_none() && newest != checkpoint {
-            return Err(RestoreError::Newer { name: self.name.to_string(), newest });
+        let Fenced { newest, known, .. } = claim_store(request, chosen.image.vm(), self.rundir)?;
+        if request.at.is_none() {
+            if newest != checkpoint {
+                return Err(RestoreError::Newer { name: self.name.to_string(), newest });
+            }
+            chosen.require_footer_of(known, request, self.name.as_str())?;
         }
         fault::point("libvirt-restore.prepare.owned", None, None);
         let image = ImageToLoad {
