@@ -8,6 +8,7 @@
 //! | `fill.lock` | the process that uses the pager's write record ([`crate::write_record`]) |
 
 use crate::identity_paths::IdentityPaths;
+use rekindle_kernel::confinement::ConfinementError;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
@@ -44,6 +45,8 @@ pub enum FillError {
         #[source]
         source: io::Error,
     },
+    #[error(transparent)]
+    Confinement(#[from] ConfinementError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -122,6 +125,12 @@ impl Fill {
     pub(crate) fn read_options(&self) -> ReadOptions {
         let identity = self.identity.as_ref().map(IdentityPaths::identity);
         ReadOptions { at: Some(self.number), identity, ..ReadOptions::default() }
+    }
+
+    /// Returns the files of this host's identity, which each new connection to a server reads.
+    pub(crate) fn identity_files(&self) -> Vec<PathBuf> {
+        let identity = self.identity.as_ref().map(IdentityPaths::identity);
+        identity.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default()
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {
