@@ -6,6 +6,8 @@
 //! | [`server`] | the process and its sockets |
 //! | [`session`] | the vhost-user connection of a front end |
 //! | [`channel`] | notifications to a front end |
+//! | [`confinement`] | what the process may still use while it serves |
+//! | [`front_end_memory`] | access to the memory of QEMU, through a broker |
 //! | [`control`] | the protocol for management commands |
 //! | [`served_disk`] | the disk that these commands refer to, or the disk that the server waits for |
 //! | [`engine`] | the thread that moves the data |
@@ -36,10 +38,12 @@ pub mod block;
 pub mod block_map;
 pub mod channel;
 pub mod config;
+pub mod confinement;
 pub mod control;
 pub mod descriptor_chain;
 pub mod digest;
 pub mod engine;
+pub mod front_end_memory;
 pub mod fuzz;
 pub mod image;
 pub mod inflight;

@@ -11,7 +11,7 @@
 //!        <── continues ──────── wake <───────── done
 //! ```
 
-use rekindle_kernel::memory;
+use crate::front_end_memory::FrontEndMemory;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Event, Features, Mode, Userfault, UserfaultError};
 use rekindle_pages::PAGE_SIZE;
@@ -52,7 +52,7 @@ impl MissingPages {
     /// # Errors
     /// Errors of `userfaultfd(2)`, also if it is unavailable. Access does not block then, so the memory must not be
     /// used.
-    pub fn begin(mappings: Vec<DoubleMapping>, front_end: Process) -> io::Result<Self> {
+    pub fn begin(mappings: Vec<DoubleMapping>, front_end: Process, memory: FrontEndMemory) -> io::Result<Self> {
         let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
         for mapping in &mappings {
             faults.register(mapping.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
@@ -60,7 +60,7 @@ impl MissingPages {
         let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let (thread_faults, thread_mappings, thread_end) = (Arc::clone(&faults), mappings.clone(), Arc::clone(&end));
         let thread = thread::Builder::new().name("missing pages".into()).spawn(move || {
-            if let Err(e) = supply_pages(&thread_faults, &thread_mappings, &thread_end, front_end) {
+            if let Err(e) = supply_pages(&thread_faults, &thread_mappings, &thread_end, front_end, &memory) {
                 // Blocked accesses stay blocked.
                 tracing::error!("missing pages of the guest can no longer be supplied: {e}");
             }
@@ -93,6 +93,7 @@ fn supply_pages(
     mappings: &[DoubleMapping],
     end: &OwnedFd,
     front_end: Process,
+    memory: &FrontEndMemory,
 ) -> Result<(), UserfaultError> {
     let failed = |source: rustix::io::Errno| UserfaultError::Descriptor { what: "wait", source: source.into() };
     loop {
@@ -108,7 +109,7 @@ fn supply_pages(
             let Event::Fault { address, .. } = event else { continue };
             let page = address - address % PAGE;
             if let Some(mapping) = mappings.iter().find(|mapping| mapping.ours.contains(&page)) {
-                fetch_page(front_end, mapping.theirs + (page - mapping.ours.start));
+                fetch_page(memory, front_end, mapping.theirs + (page - mapping.ours.start));
             }
             faults.wake(page..page + PAGE)?;
         }
@@ -116,10 +117,10 @@ fn supply_pages(
 }
 
 /// Makes the process `front_end` fetch the page at `address`: reading the page blocks until the pager has filled it.
-fn fetch_page(front_end: Process, address: u64) {
+fn fetch_page(memory: &FrontEndMemory, front_end: Process, address: u64) {
     let mut is_reported = false;
-    while let Err(e) = memory::read(front_end, address, &mut [0]) {
-        if !front_end.is_alive() {
+    while let Err(e) = memory.touch(front_end, address) {
+        if !memory.is_alive(front_end) {
             // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied:
             // they could reach the disk.
             tracing::error!("QEMU ended before its guest's memory was filled; this server ends, too");
@@ -193,7 +194,7 @@ mod tests {
                 offset: 0,
                 front_end_address: theirs,
             };
-            let memory = Memory::map_missing(vec![region], me).unwrap();
+            let memory = Memory::map_missing(vec![region], me, FrontEndMemory::default()).unwrap();
             let mut bytes = [0; 10];
             memory.read(3 * PAGE - 5, &mut bytes).unwrap();
             assert_eq!(bytes, [3, 3, 3, 3, 3, 4, 4, 4, 4, 4]);

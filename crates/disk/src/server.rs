@@ -2,9 +2,12 @@
 
 use crate::channel;
 use crate::config::DiskConfig;
+use crate::confinement::ServerFiles;
 use crate::control;
 use crate::engine::command::{Command, ConnectionCommand, OpenDisk};
+use crate::engine::refusal::Refusal;
 use crate::engine::{self, ConnectionId, EngineDisk, Handle, Settings};
+use crate::front_end_memory::FrontEndMemory;
 use crate::image::{Image, ImageError, OpenMode};
 use crate::keeper::{self, LogOptions};
 use crate::redo::error::RedoError;
@@ -12,13 +15,13 @@ use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
 use crate::served_disk::{PendingDisk, ServedDisk};
 use crate::session::{FillState, FrontEndSession};
+use rekindle_kernel::confinement::ConfinementError;
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -44,6 +47,8 @@ pub enum ServeError {
         #[source]
         source: io::Error,
     },
+    #[error(transparent)]
+    Confinement(#[from] ConfinementError),
     #[error("cannot serve {}: io_uring is needed (kernel.io_uring_disabled must be 0 for it)", image.display())]
     Engine {
         image: PathBuf,
@@ -64,15 +69,33 @@ pub struct Service {
     pub settings: Settings,
     /// The server waits until a command names the epoch. The image is not locked until then.
     pub is_awaiting_epoch: bool,
+    /// Confine the process ([`crate::confinement`]). It must have one thread only.
+    pub confine: bool,
 }
 
-/// Serves a disk until a command ends the server. Calls `ready` when both sockets exist.
+/// Ends a server.
+#[derive(Debug, Clone)]
+pub struct Stopper(Handle);
+
+impl Stopper {
+    /// Ends the server after all requests are done.
+    ///
+    /// # Errors
+    /// [`Refusal`] if it has ended already.
+    pub fn stop(&self) -> Result<(), Refusal> {
+        self.0.ask(Command::End)
+    }
+}
+
+/// Serves a disk until a command or the [`Stopper`] ends the server. Calls `ready` when both sockets exist.
 ///
 /// *Needs:* no other process has the image open.
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
-pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, mode, socket, control, redo, settings, is_awaiting_epoch } = service;
+pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeError> {
+    let Service { image: path, mode, socket, control, mut redo, settings, is_awaiting_epoch, confine } = service;
+    // The broker must not inherit the image.
+    let memory = if confine { FrontEndMemory::through_broker()? } else { FrontEndMemory::default() };
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -85,20 +108,39 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let config = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
     let (front_ends, control_clients) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
+    let ring = engine::create_ring().map_err(failed)?;
+    // A server that waits may get another directory from the previous owner of the disk.
+    redo.reserves_directory = confine && !is_awaiting_epoch;
+    let redo_directory = redo.directory_for(&image).filter(|_| !mode.readonly);
+    let files = ServerFiles {
+        image: &path,
+        mode,
+        redo: redo_directory.as_deref(),
+        control: &control,
+        is_awaiting: is_awaiting_epoch,
+    };
+    // Called when all files are open, before there are other threads.
+    let confine = || if confine { files.confinement().enter() } else { Ok(()) };
     let (disk, engine_thread) = if is_awaiting_epoch {
-        let (engine, engine_thread) = engine::start(EngineDisk::Awaited(image), settings).map_err(failed)?;
+        confine()?;
+        let (engine, engine_thread) = engine::start(EngineDisk::Awaited(image), settings, ring).map_err(failed)?;
         let pending = PendingDisk { image: path.clone(), mode, redo, is_filling: Arc::clone(&is_filling) };
         (ServedDisk::awaited(engine, pending), engine_thread)
     } else {
         let mut opened_log = keeper::open(&image, redo)?;
+        confine()?;
         let disk = OpenDisk { image, log: opened_log.engine_log.take() };
-        let (engine, engine_thread) = engine::start(EngineDisk::Open(Box::new(disk)), settings).map_err(failed)?;
+        let (engine, engine_thread) =
+            engine::start(EngineDisk::Open(Box::new(disk)), settings, ring).map_err(failed)?;
         (ServedDisk::new(engine.clone(), opened_log.start(&engine)), engine_thread)
     };
     let disk = Arc::new(disk);
     let engine = disk.engine.clone();
     accept(front_ends, move |number, stream| {
-        serve_front_end(&engine, ConnectionId(number), config, &is_filling, stream);
+        let process = peer(&stream);
+        let is_filling = Arc::clone(&is_filling);
+        let fill_state = FillState { is_filling, process, memory: memory.clone() };
+        serve_front_end(&engine, ConnectionId(number), config, fill_state, stream);
     });
     let controlled_disk = Arc::clone(&disk);
     accept(control_clients, move |_, stream| {
@@ -106,7 +148,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
             tracing::debug!("a control connection: {e}");
         }
     });
-    ready();
+    ready(Stopper(disk.engine.clone()));
     let ended = engine_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     disk.release();
     for socket in [&socket, &control] {
@@ -161,6 +203,12 @@ fn accept(listener: UnixListener, serve: impl Fn(u32, UnixStream) + Clone + Send
     });
 }
 
+/// Returns the process that has connected.
+fn peer(stream: &UnixStream) -> Option<u32> {
+    let peer = socket_peercred(stream).ok()?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+}
+
 /// Removes a front end from the engine on drop, also during a panic.
 struct LeaveOnDrop<'a> {
     engine: &'a Handle,
@@ -178,13 +226,11 @@ fn serve_front_end(
     engine: &Handle,
     connection_id: ConnectionId,
     config: DiskConfig,
-    is_filling: &Arc<AtomicBool>,
+    fill_state: FillState,
     stream: UnixStream,
 ) {
-    let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
-    engine.send(Command::Connection(connection_id, ConnectionCommand::Join { process }));
+    engine.send(Command::Connection(connection_id, ConnectionCommand::Join { process: fill_state.process }));
     let _leave_on_drop = LeaveOnDrop { engine, connection_id };
-    let fill_state = FillState { is_filling: Arc::clone(is_filling), process };
     let session = FrontEndSession::new(engine.clone(), connection_id, config, fill_state);
     let error = handle_messages(engine, connection_id, session, stream);
     if !matches!(error, Error::Disconnected) {

@@ -12,9 +12,9 @@ use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL, PROTOCOL_FEATURES};
 use crate::engine::command::{Command, ConnectionCommand, Notification, QueueDescriptors, Rings};
 use crate::engine::refusal::{Answer, Refusal};
 use crate::engine::{ConnectionId, Handle, MAX_QUEUE_ENTRIES};
+use crate::front_end_memory::FrontEndMemory;
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
-use rekindle_kernel::process::Process;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::fs::File;
 use std::io;
@@ -72,6 +72,7 @@ pub struct FillState {
     pub is_filling: Arc<AtomicBool>,
     /// The front end's process; `None` if the kernel does not report it.
     pub process: Option<u32>,
+    pub memory: FrontEndMemory,
 }
 
 fn refused(e: Refusal) -> Error {
@@ -114,8 +115,9 @@ impl FrontEndSession {
         let unknown_process = || {
             io::Error::other("its memory is still being filled, and the kernel does not report which process has it")
         };
-        let process = Process::of(self.fill_state.process.ok_or_else(unknown_process)?)?;
-        Ok(Arc::new(Memory::map_missing(regions, process)?))
+        let access = self.fill_state.memory.clone();
+        let process = access.find(self.fill_state.process.ok_or_else(unknown_process)?)?;
+        Ok(Arc::new(Memory::map_missing(regions, process, access)?))
     }
 
     /// Translates an address of the front end to an address of the guest.

@@ -172,7 +172,7 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     let refused = |epoch, of| {
         let mut service = disk.service();
         service.redo = log_options(DiskVersion::Epoch { epoch, disk: of });
-        let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
+        let Err(ServeError::Redo(e)) = serve(service, |_| ()) else { panic!("it is served") };
         e.to_string()
     };
     assert!(refused(1, new_log.disk).contains("the disk is newer than the checkpoint"));
@@ -311,7 +311,7 @@ fn server() {
     // As on a full disk: the kernel does not extend files.
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
     setrlimit(Resource::Fsize, Rlimit { current: Some(FILE_SIZE_LIMIT), maximum: Some(FILE_SIZE_LIMIT * 4) }).unwrap();
-    serve(common::service(&directory, &directory.join("disk.raw")), || ()).unwrap();
+    serve(common::service(&directory, &directory.join("disk.raw")), |_| ()).unwrap();
 }
 
 #[test]

@@ -28,7 +28,7 @@ const BLOCKS: u64 = 512;
 #[ignore = "run by the other test"]
 fn server() {
     let directory = PathBuf::from(std::env::var_os(DIRECTORY_VARIABLE).unwrap());
-    serve(service(&directory, &directory.join("disk.raw")), || ()).unwrap();
+    serve(service(&directory, &directory.join("disk.raw")), |_| ()).unwrap();
 }
 
 fn start(directory: &Path) -> Child {

@@ -264,7 +264,7 @@ fn a_server_does_not_start_with_a_damaged_sealed_epoch() {
     let truncated = &undamaged[..2 * PAGE as usize];
     for damaged in [&flipped[..], truncated, &[]] {
         fs::write(&segment, damaged).unwrap();
-        let Err(error) = serve(disk.service(), || ()) else { panic!("served with {} bytes", damaged.len()) };
+        let Err(error) = serve(disk.service(), |_| ()) else { panic!("served with {} bytes", damaged.len()) };
         assert!(error.to_string().contains("1.log"), "{error}");
         assert_eq!(fs::read(&segment).unwrap(), damaged);
         assert_eq!(disk.block(3), content(3, 0));

@@ -231,11 +231,11 @@ fn of_two_servers_the_second_is_rejected_and_changes_nothing() {
     let disk = Disk::new(16);
     let mut guest = Guest::start(&disk.socket());
     let mut second = disk.service();
-    assert!(matches!(serve(second.clone(), || ()), Err(ServeError::Image(ImageError::InUse { .. }))));
+    assert!(matches!(serve(second.clone(), |_| ()), Err(ServeError::Image(ImageError::InUse { .. }))));
     // The second server has another image, with the same sockets.
     second.image = disk.directory.path().join("other.raw");
     std::fs::write(&second.image, [0; 4096]).unwrap();
-    assert!(matches!(serve(second, || ()), Err(ServeError::Busy { .. })));
+    assert!(matches!(serve(second, |_| ()), Err(ServeError::Busy { .. })));
     assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 0));
 }
 

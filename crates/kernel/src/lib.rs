@@ -21,6 +21,7 @@
 #![allow(unsafe_code)]
 
 pub mod block_device;
+pub mod confinement;
 pub mod descriptor;
 pub mod durable_file;
 pub mod file;

@@ -4,6 +4,7 @@
 //! caller cannot read, change or free memory that the kernel or a device still uses.
 
 use crate::large::{HUGE, Large};
+use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue, types};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -180,20 +181,58 @@ impl fmt::Debug for Ring {
     }
 }
 
-impl Ring {
-    /// Makes a ring for at most `capacity` operations at a time, rounded up to a power of two.
+/// A ring that no thread uses yet.
+pub struct IdleRing {
+    ring: IoUring,
+    capacity: usize,
+}
+
+impl IdleRing {
+    /// Makes a ring for at most `capacity` operations at a time, rounded up to a power of two. The kernel rejects all
+    /// operations except those of [`Operation`], [`Ring::when_readable`] and [`Ring::cancel`]: a process that may use
+    /// only this ring cannot open files or connections with it.
     ///
-    /// Since Linux 6.1 the kernel processes completions only when this thread waits for them, and does not interrupt
-    /// it.
+    /// Since Linux 6.1 the kernel processes completions only when the ring's thread waits for them, and does not
+    /// interrupt it.
     ///
     /// # Errors
     /// `ENOSYS` or `EPERM` where `io_uring` is unavailable; other errors of `io_uring_setup(2)`.
     pub fn new(capacity: u32) -> io::Result<Self> {
         let capacity = capacity.next_power_of_two();
-        let deferring = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(capacity);
-        let ring = deferring.or_else(|_| IoUring::builder().build(capacity))?;
-        let capacity = capacity as usize;
-        Ok(Self { ring, flights: (0..capacity).map(|_| None).collect(), free: (0..capacity).rev().collect() })
+        let mut deferring = IoUring::builder();
+        deferring.setup_r_disabled().setup_single_issuer().setup_defer_taskrun();
+        let ring = deferring.build(capacity).or_else(|_| IoUring::builder().setup_r_disabled().build(capacity))?;
+        let operations = [
+            opcode::Read::CODE,
+            opcode::Write::CODE,
+            opcode::Fsync::CODE,
+            opcode::Fallocate::CODE,
+            opcode::PollAdd::CODE,
+            opcode::AsyncCancel::CODE,
+        ];
+        let mut allowed = operations.map(Restriction::sqe_op);
+        ring.submitter().register_restrictions(&mut allowed)?;
+        Ok(Self { ring, capacity: capacity as usize })
+    }
+
+    /// Enables the ring for the calling thread.
+    ///
+    /// # Errors
+    /// Errors of `io_uring_register(2)`.
+    pub fn enable(self) -> io::Result<Ring> {
+        let Self { ring, capacity } = self;
+        ring.submitter().register_enable_rings()?;
+        Ok(Ring { ring, flights: (0..capacity).map(|_| None).collect(), free: (0..capacity).rev().collect() })
+    }
+}
+
+impl Ring {
+    /// Makes and enables a ring: [`IdleRing::new`].
+    ///
+    /// # Errors
+    /// As for [`IdleRing::new`].
+    pub fn new(capacity: u32) -> io::Result<Self> {
+        IdleRing::new(capacity)?.enable()
     }
 
     /// Returns the number of operations in progress.

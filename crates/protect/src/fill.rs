@@ -8,12 +8,14 @@
 //! | `fill.lock` | the process that uses the pager's write record ([`crate::write_record`]) |
 
 use crate::credential_paths::CredentialPaths;
+use rekindle_kernel::confinement::ConfinementError;
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
+use rekindle_store::remote::Identity;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
@@ -49,6 +51,8 @@ pub enum FillError {
          there, then: rekindle recover"
     )]
     OtherCheckpoint { store: StoreUrl, number: u64 },
+    #[error(transparent)]
+    Confinement(#[from] ConfinementError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -135,6 +139,18 @@ impl Fill {
             return Err(FillError::OtherCheckpoint { store: self.store.clone(), number: self.number });
         }
         Ok(image)
+    }
+
+    /// Returns the files of this host's certificates, which each new connection to a server reads.
+    pub(crate) fn identity_files(&self) -> Vec<PathBuf> {
+        let identity = self.credentials.as_ref().and_then(|paths| paths.credentials().tls);
+        identity.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default()
+    }
+
+    /// Reads the keys of an encrypted store, which this process keeps: later it may be unable to read them.
+    pub(crate) fn read_keys(&self) -> Result<(), FillError> {
+        let keys = self.credentials.as_ref().and_then(|paths| paths.credentials().keys);
+        keys.map_or(Ok(()), |keys| keys.keys().map(drop).map_err(|e| StoreError::from(e).into()))
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

@@ -36,6 +36,7 @@ pub mod moving;
 pub mod output;
 pub mod owned;
 pub mod pager;
+mod pager_confinement;
 mod pause;
 mod plan;
 pub mod policy;

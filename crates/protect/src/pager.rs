@@ -6,6 +6,7 @@
 //! removes when the fill is complete.
 
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager, try_lock_write_record};
+use crate::pager_confinement::{PagerBroker, confinement};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
@@ -16,6 +17,7 @@ use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -75,21 +77,31 @@ impl std::fmt::Display for PagerEvent {
 /// *Needs:* a restore that still fills, and no other pager.
 /// *On success:* all of the guest's memory is loaded, or `stop` was set.
 /// *On failure:* access to a missing page blocks; the pager can be started again.
-pub fn serve(rundir: &RunDir, stop: &AtomicBool, on_event: &mut dyn FnMut(&PagerEvent)) -> Result<Progress, FillError> {
+pub fn serve(
+    rundir: &RunDir,
+    confine: bool,
+    stop: &AtomicBool,
+    on_event: &mut dyn FnMut(&PagerEvent),
+) -> Result<Progress, FillError> {
     let _pager_lock = lock_pager(rundir)?;
-    let (fill, image) = open_checkpoint(rundir)?;
-    load_missing_pages(rundir, &fill, &image, stop, on_event)
+    let fill = read_fill(rundir)?;
+    let memory = MissingMemory::take_over(rundir, &fill, confine)?;
+    let image = fill.open_checkpoint()?;
+    memory.load(rundir, &fill, &image, stop, on_event)
 }
 
 /// Replaces a process that supplies the pages now, and then does the same as [`serve`]. First does the slow
 /// preparations, calls `on_ready`, and waits until the other process has released the lock.
 pub fn serve_after(
     rundir: &RunDir,
+    confine: bool,
     on_ready: impl FnOnce(),
     stop: &AtomicBool,
     on_event: &mut dyn FnMut(&PagerEvent),
 ) -> Result<Progress, FillError> {
-    let (fill, image) = open_checkpoint(rundir)?;
+    let fill = read_fill(rundir)?;
+    let memory = MissingMemory::take_over(rundir, &fill, confine)?;
+    let image = fill.open_checkpoint()?;
     on_ready();
     let _pager_lock = loop {
         match lock_pager(rundir) {
@@ -99,7 +111,7 @@ pub fn serve_after(
     };
     // Another restore of the VM may have started in the meantime.
     match Fill::read(rundir)? {
-        Some(current) if current == fill => load_missing_pages(rundir, &fill, &image, stop, on_event),
+        Some(current) if current == fill => memory.load(rundir, &fill, &image, stop, on_event),
         _ => Err(FillError::NothingToFill { name: rundir.name().into() }),
     }
 }
@@ -131,51 +143,84 @@ pub fn wait_filled(rundir: &RunDir, timeout: Duration) -> Result<(), FillError> 
     Ok(())
 }
 
-/// Opens the checkpoint that `fill.json` names.
-fn open_checkpoint(rundir: &RunDir) -> Result<(Fill, Image), FillError> {
-    let fill = Fill::read(rundir)?.ok_or_else(|| FillError::NothingToFill { name: rundir.name().into() })?;
-    let image = fill.open_checkpoint()?;
-    Ok((fill, image))
+fn read_fill(rundir: &RunDir) -> Result<Fill, FillError> {
+    Fill::read(rundir)?.ok_or_else(|| FillError::NothingToFill { name: rundir.name().into() })
 }
 
-/// Loads pages until none is missing or `stop` is set. The caller holds the pager's lock.
-fn load_missing_pages(
-    rundir: &RunDir,
-    fill: &Fill,
-    image: &Image,
-    stop: &AtomicBool,
-    on_event: &mut dyn FnMut(&PagerEvent),
-) -> Result<Progress, FillError> {
-    let process = fill.vmm.process();
-    let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
-    // While this lock is held, a protector cannot mistake the VM for one that still fills.
-    let _write_record_lock;
-    let progress = match Pager::take_over(Injector::new(process)?, &ram, |id| fill.is_paged(id))? {
-        Some(mut pager) => {
-            on_event(&PagerEvent::Serving { checkpoint: fill.number });
-            let fill_order = recently_written_pages(image, fill);
-            let mut end_of_fill = EndOfFill { rundir, fill, write_record_lock: None };
-            let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
-            let progress = pager.run_until(&mut pages, fill_order, stop, || end_of_fill.decide())?;
-            _write_record_lock = end_of_fill.write_record_lock;
-            progress
+/// The memory of a QEMU whose pages are missing.
+struct MissingMemory {
+    ram: GuestRam,
+    /// `None`: the previous pager was killed after the fill was complete.
+    pager: Option<Pager>,
+    /// `None`: this process is not confined.
+    broker: Option<Arc<PagerBroker>>,
+}
+
+impl MissingMemory {
+    /// Takes over the descriptors of QEMU, then confines this process, which has read nothing of the store yet. The
+    /// previous pager may still serve.
+    fn take_over(rundir: &RunDir, fill: &Fill, confine: bool) -> Result<Self, FillError> {
+        fill.read_keys()?;
+        let process = fill.vmm.process();
+        let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
+        let mut pager = Pager::take_over(Injector::new(process)?, &ram, |id| fill.is_paged(id))?;
+        if !confine {
+            return Ok(Self { ram, pager, broker: None });
         }
-        // The previous pager was killed after the fill was complete.
-        None => {
-            _write_record_lock = None;
-            Progress { complete: true, ..Progress::default() }
+        let registration = pager.as_ref().and_then(Pager::registration);
+        let broker = Arc::new(PagerBroker::start(registration, rundir.clone())?);
+        if let Some(pager) = &mut pager {
+            let broker = Arc::clone(&broker);
+            pager.close_through(move || broker.close());
         }
-    };
-    if progress.complete {
-        fault::point("fill.end.closed", None, None);
-        disks::notify_filled(rundir);
-        fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
-        let Progress { demanded, filled, zero, worst_ns, .. } = progress;
-        on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
-    } else {
-        on_event(&PagerEvent::Ended { left: progress.left });
+        confinement(rundir, fill).enter()?;
+        Ok(Self { ram, pager, broker: Some(broker) })
     }
-    Ok(progress)
+
+    /// Loads pages until none is missing or `stop` is set. The caller holds the pager's lock.
+    fn load(
+        self,
+        rundir: &RunDir,
+        fill: &Fill,
+        image: &Image,
+        stop: &AtomicBool,
+        on_event: &mut dyn FnMut(&PagerEvent),
+    ) -> Result<Progress, FillError> {
+        let Self { ram, pager, broker } = self;
+        // While this lock is held, a protector cannot mistake the VM for one that still fills.
+        let _write_record_lock;
+        let progress = match pager {
+            Some(mut pager) => {
+                // The previous pager has ended.
+                pager.wake_blocked()?;
+                on_event(&PagerEvent::Serving { checkpoint: fill.number });
+                let fill_order = recently_written_pages(image, fill);
+                let mut end_of_fill = EndOfFill { rundir, fill, write_record_lock: None };
+                let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
+                let progress = pager.run_until(&mut pages, fill_order, stop, || end_of_fill.decide())?;
+                _write_record_lock = end_of_fill.write_record_lock;
+                progress
+            }
+            // The previous pager was killed after the fill was complete.
+            None => {
+                _write_record_lock = None;
+                Progress { complete: true, ..Progress::default() }
+            }
+        };
+        if progress.complete {
+            fault::point("fill.end.closed", None, None);
+            match broker {
+                Some(broker) => broker.notify_filled(),
+                None => disks::notify_filled(rundir),
+            }
+            fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
+            let Progress { demanded, filled, zero, worst_ns, .. } = progress;
+            on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
+        } else {
+            on_event(&PagerEvent::Ended { left: progress.left });
+        }
+        Ok(progress)
+    }
 }
 
 /// Returns the pages that were written last before the checkpoint, as byte ranges in the blocks that the pager fills.

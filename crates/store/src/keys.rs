@@ -200,11 +200,13 @@ fn output_of(child: &mut Child, deadline: Instant) -> io::Result<Option<Zeroizin
     let (send_output, output) = mpsc::channel();
     let stdout = child.stdout.take();
     // The thread ends when the command, and all processes that have its output, have ended or are killed.
-    thread::Builder::new().name("key command".into()).spawn(move || {
+    let reader = thread::Builder::new().name("key command".into()).spawn(move || {
         let read = stdout.map_or_else(|| Ok(Zeroizing::default()), read_limited);
         let _ = send_output.send(read);
     })?;
     let Ok(content) = output.recv_timeout(deadline.saturating_duration_since(Instant::now())) else { return Ok(None) };
+    // A process that confines itself must have no other thread.
+    let _ = reader.join();
     let content = content?;
     while content.len() as u64 <= MAX_KEY_FILE_BYTES && !has_ended(child)? {
         if Instant::now() >= deadline {

@@ -1,9 +1,12 @@
 //! Checks this host for problems, with hints.
 
 use crate::hardware::has_kvm;
+use crate::helpers::{self, Helper};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
+use rekindle_kernel::confinement::status::Rights;
+use rekindle_kernel::confinement::support;
 use rekindle_kernel::uring::Ring;
 use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
@@ -60,6 +63,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
         check_iproute2(),
         check_tracing_rights(),
         check_sandboxes(qemu),
+        check_helpers(),
     ]
 }
 
@@ -130,6 +134,45 @@ fn unfiltered_qemus() -> Result<Vec<String>, Box<dyn std::error::Error>> {
         }
     }
     Ok(unfiltered)
+}
+
+/// Checks that the disk servers and pagers of this user's VMs are confined, and that the kernel supports all of it.
+fn check_helpers() -> Finding {
+    const CHECK: &str = "confinement";
+    let limited = |observation, hint| finding(CHECK, Level::Limited, observation, hint);
+    match unconfined_helpers() {
+        Err(e) => limited(format!("cannot list the helpers: {e}"), "repair what the error names"),
+        Ok(unconfined) if !unconfined.is_empty() => limited(
+            unconfined.join("; "),
+            "remove confine_helpers from host.toml; make each file of these VMs belong to the user that runs them; \
+             then end the helpers: rekindle watch restarts them",
+        ),
+        Ok(_) => match support().missing()[..] {
+            [] => finding(CHECK, Level::Good, "disk servers and pagers are confined", ""),
+            ref missing => {
+                limited(format!("this kernel does not confine: {}", missing.join("; ")), "use a newer kernel")
+            }
+        },
+    }
+}
+
+/// Describes the running disk servers and pagers that are not confined.
+fn unconfined_helpers() -> Result<Vec<String>, Box<dyn std::error::Error>> {
+    let root = Host::open()?.root;
+    let mut unconfined = Vec::new();
+    for name in RunDir::list(&root)? {
+        let rundir = RunDir::new(&root, &name);
+        let confined =
+            helpers::needed(&rundir)?.into_iter().filter(|helper| matches!(helper, Helper::Disk(_) | Helper::Pager));
+        for helper in confined {
+            // A helper that has just ended has no rights.
+            let rights = helper.process(&rundir).and_then(|process| Rights::of(process).ok());
+            if let Some(missing) = rights.and_then(|rights| rights.describe_missing()) {
+                unconfined.push(format!("{helper} of {name}: {missing}"));
+            }
+        }
+    }
+    Ok(unconfined)
 }
 
 fn check_run_directory() -> Finding {

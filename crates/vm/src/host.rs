@@ -57,6 +57,7 @@ struct Config {
     suspend_dir: Option<PathBuf>,
     log_dir: Option<PathBuf>,
     log_limit: Option<Bytes>,
+    confine_helpers: Option<bool>,
     #[serde(default)]
     restore: RestoreConfig,
 }
@@ -95,6 +96,18 @@ enum RamLocation {
     SharedMemory(PathBuf),
 }
 
+fn config_path() -> PathBuf {
+    env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from)
+}
+
+/// Returns whether disk servers and pagers confine themselves. Only `confine_helpers` in `host.toml` turns it off.
+///
+/// # Errors
+/// [`HostError::Config`].
+pub fn confines_helpers() -> Result<bool, HostError> {
+    Ok(read_config(&config_path())?.confine_helpers.unwrap_or(true))
+}
+
 impl Host {
     /// Determines the directories for the calling user.
     ///
@@ -102,7 +115,7 @@ impl Host {
     /// [`HostError`]; also when a directory belongs to another user.
     pub fn open() -> Result<Self, HostError> {
         let is_root = rustix::process::geteuid().is_root();
-        let config_path = env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from);
+        let config_path = config_path();
         let config = read_config(&config_path)?;
         let default_root = if is_root {
             Some("/run/rekindle".into())

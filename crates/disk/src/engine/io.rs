@@ -1,7 +1,7 @@
 //! The engine's I/O: the io_uring ring, its buffers, and the bytes in progress.
 
 use super::ids::{ConnectionId, PartId};
-use rekindle_kernel::uring::{Buffer, Completion, HALF_HUGE_PAGE_BYTES, Operation, Ring};
+use rekindle_kernel::uring::{Buffer, Completion, HALF_HUGE_PAGE_BYTES, IdleRing, Operation, Ring};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -91,6 +91,14 @@ impl BufferPool {
 #[derive(Debug)]
 pub(super) struct RingFull;
 
+/// Creates the ring of an engine.
+///
+/// # Errors
+/// If io_uring is unavailable.
+pub fn create_ring() -> io::Result<IdleRing> {
+    IdleRing::new(RING_ENTRIES)
+}
+
 /// The ring, its unused buffers, and the bytes in progress.
 pub(super) struct DiskIo {
     ring: Ring,
@@ -102,12 +110,12 @@ pub(super) struct DiskIo {
 }
 
 impl DiskIo {
-    /// Creates a ring, which belongs to the calling thread.
+    /// Enables the ring, which belongs to the calling thread from then on.
     ///
     /// # Errors
-    /// If io_uring is unavailable.
-    pub fn new() -> io::Result<Self> {
-        let ring = Ring::new(RING_ENTRIES)?;
+    /// Errors of `io_uring_register(2)`.
+    pub fn new(ring: IdleRing) -> io::Result<Self> {
+        let ring = ring.enable()?;
         Ok(Self { ring, buffers: BufferPool::default(), bytes_in_flight: 0, copied_bytes: 0 })
     }
 

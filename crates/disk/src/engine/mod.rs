@@ -69,10 +69,11 @@ use front_end::FrontEnd;
 pub use front_end::MAX_QUEUE_ENTRIES;
 pub use handle::Handle;
 pub use ids::{ConnectionId, PartId};
+pub use io::create_ring;
 use io::{DiskIo, MAX_COPIED_BYTES, Token};
 use reboot_cache::RebootCache;
 use redo_log::{EngineLog, RequestSequence};
-use rekindle_kernel::uring::Completion;
+use rekindle_kernel::uring::{Completion, IdleRing};
 use rustix::event::{EventfdFlags, eventfd};
 use std::io::Result as IoResult;
 use std::os::fd::OwnedFd;
@@ -118,19 +119,19 @@ struct Engine {
     is_filling: Arc<AtomicBool>,
 }
 
-/// Serves `disk` in a new thread until [`Command::End`].
+/// Serves `disk` in a new thread, with a ring of [`create_ring`], until [`Command::End`].
 ///
 /// # Errors
-/// If io_uring or random numbers are unavailable, or no thread can be started.
-pub fn start(disk: EngineDisk, settings: Settings) -> IoResult<(Handle, JoinHandle<IoResult<()>>)> {
+/// If random numbers are unavailable, or no thread can be started.
+pub fn start(disk: EngineDisk, settings: Settings, ring: IdleRing) -> IoResult<(Handle, JoinHandle<IoResult<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
     let handle = Handle::new(sender, Arc::clone(&wake));
     let cache = RebootCache::new(&settings, Arc::clone(&wake))?;
     let (io_result_sender, io_result) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
-        // The ring belongs to the thread that creates it.
-        let io = match DiskIo::new() {
+        // The ring belongs to the thread that enables it.
+        let io = match DiskIo::new(ring) {
             Ok(io) => io,
             Err(e) => {
                 let _ = io_result_sender.send(Err(e));

@@ -54,6 +54,16 @@ pub struct LogOptions {
     pub limit: Option<u64>,
     /// The previous file name of a renamed image.
     pub renamed_from: Option<String>,
+    /// Keep the log's directory while there is no log: [`LocalFiles::reserved`].
+    pub reserves_directory: bool,
+}
+
+impl LogOptions {
+    /// Returns the log's directory; `None` for a block device without one.
+    #[must_use]
+    pub fn directory_for(&self, image: &Image) -> Option<PathBuf> {
+        self.directory.clone().or_else(|| (!image.is_device).then(|| default_directory(&image.path)))
+    }
 }
 
 /// An epoch of a disk.
@@ -154,9 +164,13 @@ fn end_pending() -> Refusal {
 /// # Errors
 /// After a [`RedoError`] nothing has changed.
 pub fn open(image: &Image, options: LogOptions) -> Result<OpenedLog, RedoError> {
-    let has_directory = options.directory.is_some() || !image.is_device;
-    let directory = options.directory.unwrap_or_else(|| default_directory(&image.path));
-    let files = LocalFiles::new(&directory, image.mode.direct);
+    let named = options.directory_for(image);
+    let has_directory = named.is_some();
+    let directory = named.unwrap_or_else(|| default_directory(&image.path));
+    let mut files = LocalFiles::new(&directory, image.mode.direct);
+    if options.reserves_directory && has_directory && !image.mode.readonly {
+        files = files.reserved();
+    }
     let limit = options.limit.unwrap_or_else(|| (image.bytes / 4).max(MIN_DEFAULT_LIMIT));
     let mut recovered = recover::open(files.clone(), image.bytes, options.version, limit)?;
     let image_name = image_name(&image.path);
@@ -219,6 +233,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         self.threads.with(std::mem::take).into_iter().for_each(T::join);
         drop(self.image.with(Option::take));
         drop(self.current.with(|current| current.log_dir.take()));
+        self.files.remove_reserve();
     }
 
     /// Returns a callback that requests a segment or free space.

@@ -8,6 +8,7 @@ mod marks;
 
 use crate::background::run_in_background;
 use crate::block_map::Frame;
+use crate::front_end_memory::FrontEndMemory;
 use crate::missing_pages::{DoubleMapping, MissingPages};
 pub use files::MemoryFiles;
 use files::{FilePart, FileSizes};
@@ -109,14 +110,14 @@ impl Memory {
     ///
     /// # Errors
     /// As for [`Memory::map`]; also if userfaultfd is unavailable.
-    pub fn map_missing(regions: Vec<Region>, front_end: Process) -> io::Result<Self> {
+    pub fn map_missing(regions: Vec<Region>, front_end: Process, access: FrontEndMemory) -> io::Result<Self> {
         let mut memory = Self::map(regions)?;
         let double_mapping = |region: &TrackedRegion| {
             let ours = memory.map.get_host_address(GuestAddress(region.address)).map_err(io::Error::other)? as u64;
             Ok(DoubleMapping { ours: ours..ours + region.bytes, theirs: region.front_end_address })
         };
         let mappings = memory.tracked_regions.iter().map(double_mapping).collect::<io::Result<_>>()?;
-        memory.missing = Some(MissingPages::begin(mappings, front_end)?);
+        memory.missing = Some(MissingPages::begin(mappings, front_end, access)?);
         Ok(memory)
     }
 

@@ -64,6 +64,8 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     /// # Errors
     /// `DirectoryNotEmpty` if the directory has files.
     fn remove_directory(&self) -> io::Result<()>;
+    /// Removes what the directory needs only while its server runs.
+    fn remove_reserve(&self) {}
 }
 
 /// The beginning of a file.
@@ -122,6 +124,16 @@ impl<F: DurableFile> Synced<F> {
 pub struct LocalFiles {
     path: PathBuf,
     direct: bool,
+    /// Where the directory is kept while there is no log. `None`: it is removed then.
+    reserve: Option<PathBuf>,
+}
+
+/// Returns where [`LocalFiles::reserved`] keeps the directory at `path` while there is no log.
+#[must_use]
+pub fn reserve_path(path: &Path) -> PathBuf {
+    let mut reserve = path.as_os_str().to_owned();
+    reserve.push(".unused");
+    PathBuf::from(reserve)
 }
 
 impl LocalFiles {
@@ -129,7 +141,21 @@ impl LocalFiles {
     /// supports it.
     #[must_use]
     pub fn new(path: &Path, direct: bool) -> Self {
-        Self { path: path.to_owned(), direct }
+        Self { path: path.to_owned(), direct, reserve: None }
+    }
+
+    /// Keeps the directory while there is no log, empty and under another name: a confined process cannot use a
+    /// directory that was created after its confinement. If it cannot be created now, a log cannot begin later either.
+    #[must_use]
+    pub fn reserved(self) -> Self {
+        let reserve = reserve_path(&self.path);
+        if !self.path.exists()
+            && let Err(e) = DirBuilder::new().mode(0o700).create(&reserve)
+            && e.kind() != io::ErrorKind::AlreadyExists
+        {
+            tracing::debug!("{}: {e}", reserve.display());
+        }
+        Self { reserve: Some(reserve), ..self }
     }
 
     fn open_with(&self, name: &str, flags: OFlags) -> io::Result<LocalFile> {
@@ -175,6 +201,12 @@ impl LogFiles for LocalFiles {
     }
 
     fn create_directory(&self) -> io::Result<()> {
+        if let Some(reserve) = self.reserve.as_ref().filter(|_| !self.path.exists()) {
+            match fs::rename(reserve, &self.path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
         match DirBuilder::new().mode(0o700).create(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
             _ => {}
@@ -253,8 +285,21 @@ impl LogFiles for LocalFiles {
         if fs::symlink_metadata(&self.path)?.is_symlink() {
             return Ok(());
         }
-        fs::remove_dir(&self.path)?;
+        match &self.reserve {
+            Some(_) if !self.list()?.is_empty() => return Err(io::ErrorKind::DirectoryNotEmpty.into()),
+            Some(reserve) => fs::rename(&self.path, reserve)?,
+            None => fs::remove_dir(&self.path)?,
+        }
         sync_parent(&self.path)
+    }
+
+    fn remove_reserve(&self) {
+        if let Some(reserve) = &self.reserve
+            && let Err(e) = fs::remove_dir(reserve)
+            && e.kind() != io::ErrorKind::NotFound
+        {
+            tracing::debug!("{}: {e}", reserve.display());
+        }
     }
 }
 

@@ -86,6 +86,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         redo: log_options(DiskVersion::Newest),
         settings,
         is_awaiting_epoch: false,
+        confine: false,
     }
 }
 
@@ -117,7 +118,7 @@ impl Disk {
         let mut service = self.service();
         change(&mut service);
         let (ready, is_ready) = channel();
-        self.thread = Some(thread::spawn(move || serve(service, || ready.send(()).unwrap())));
+        self.thread = Some(thread::spawn(move || serve(service, |_| ready.send(()).unwrap())));
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
     }
 

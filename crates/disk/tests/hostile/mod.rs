@@ -192,10 +192,11 @@ impl Disk {
             redo,
             settings,
             is_awaiting_epoch: false,
+            confine: false,
         };
         let control_path = service.control.clone();
         let (ready, is_ready) = channel();
-        thread::spawn(move || serve(service, || ready.send(()).unwrap()));
+        thread::spawn(move || serve(service, |_| ready.send(()).unwrap()));
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
         let mut control = Control::connect(&control_path).unwrap();
         if has_log {

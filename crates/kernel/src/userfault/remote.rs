@@ -119,6 +119,12 @@ impl Remote {
         Ok(Self { userfault, number: Some(existing.number), injector })
     }
 
+    /// Returns what is needed to close the other process's descriptor.
+    #[must_use]
+    pub fn registration(&self) -> Option<Registration> {
+        Some(Registration { injector: self.injector, number: self.number? })
+    }
+
     /// Returns the process whose memory it is.
     #[must_use]
     pub fn process(&self) -> Process {
@@ -146,6 +152,23 @@ impl Remote {
     /// [`RemoteError::Inject`]. A process that has ended is no error.
     pub fn close(mut self) -> Result<(), RemoteError> {
         self.keep_only_ours()
+    }
+}
+
+/// The descriptor of a userfaultfd in the process whose memory it is.
+#[derive(Debug, Clone, Copy)]
+pub struct Registration {
+    injector: Injector,
+    number: RawFd,
+}
+
+impl Registration {
+    /// Closes the descriptor. A process that has ended is no error.
+    ///
+    /// # Errors
+    /// [`RemoteError::Inject`].
+    pub fn close(self) -> Result<(), RemoteError> {
+        close_in_process(self.injector, self.number)
     }
 }
 

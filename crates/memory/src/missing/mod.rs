@@ -25,4 +25,5 @@ mod source;
 
 pub(crate) use pager::existing_pager;
 pub use pager::{Completion, Pager, PagerError, Progress};
+pub use rekindle_kernel::userfault::remote::Registration;
 pub use source::{Content, PageSource};

@@ -6,14 +6,15 @@ use crate::ram::{GuestRam, GuestRamError};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::{Categories, Query, ScanError, Scanner};
-use rekindle_kernel::process::Process;
-use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
+use rekindle_kernel::process::{Process, has_ended};
+use rekindle_kernel::userfault::remote::{self, Existing, Registration, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode, UserfaultError, supported};
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo, PageRuns};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 /// Features of a pager's userfaultfd. They also identify it: QEMU itself never requests events of removed pages.
@@ -81,6 +82,12 @@ pub enum PagerError {
     /// QEMU has ended.
     #[error("QEMU (process {pid}) has ended before all of its memory was filled")]
     QemuEnded { pid: u32 },
+    /// The process that closes the descriptor in QEMU has ended, or could not close it.
+    #[error("cannot close the userfaultfd in QEMU")]
+    Close {
+        #[source]
+        source: io::Error,
+    },
     /// `poll(2)` on the userfaultfd failed.
     #[error("cannot wait for faults")]
     Wait {
@@ -153,6 +160,9 @@ pub(super) struct BackgroundAttempt {
 #[derive(Debug)]
 pub struct Pager {
     pub(super) process: Process,
+    /// Shows the end of the process, also to a process that may not read `/proc`.
+    pub(super) pidfd: OwnedFd,
+    closer: Closer,
     pub(super) remote: Option<Remote>,
     pub(super) blocks: Vec<PagedBlock>,
     pub(super) pending: BTreeMap<BlockPage, PendingFault>,
@@ -164,6 +174,25 @@ pub struct Pager {
     pub(super) buffer: Vec<u8>,
     /// Whether pages are filled write-protected, so that writes to them are recorded.
     pub(super) recording: bool,
+}
+
+/// How the descriptor in QEMU is closed. `None`: by this process.
+struct Closer(Option<Box<dyn Fn() -> io::Result<()> + Send>>);
+
+impl fmt::Debug for Closer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Closer(another process)" } else { "Closer(this process)" })
+    }
+}
+
+impl Closer {
+    /// Closes both descriptors.
+    fn close(&self, remote: Remote) -> Result<(), PagerError> {
+        match &self.0 {
+            None => Ok(remote.close()?),
+            Some(close) => close().map_err(|source| PagerError::Close { source }),
+        }
+    }
 }
 
 impl Pager {
@@ -218,7 +247,7 @@ impl Pager {
             remote.close()?;
             return Err(e);
         }
-        Ok(Self::from_remote(injector.process(), remote, blocks))
+        Self::from_remote(injector.process(), remote, blocks)
     }
 
     /// Returns whether a pager has registered memory of a QEMU.
@@ -241,21 +270,45 @@ impl Pager {
     ) -> Result<Option<Self>, PagerError> {
         let Some(existing) = existing_pager(injector.process())? else { return Ok(None) };
         let remote = Remote::take(injector, existing.userfaultfd)?;
-        let mut pager = Self::from_remote(injector.process(), remote, paged_blocks(ram, is_paged));
+        let mut pager = Self::from_remote(injector.process(), remote, paged_blocks(ram, is_paged))?;
         pager.mark_present(ram)?;
-        // Faults that the previous pager had read but not served are reported again only after a wake-up.
-        for block in &pager.blocks {
-            if let Some(remote) = &pager.remote {
+        pager.wake_blocked()?;
+        Ok(Some(pager))
+    }
+
+    /// Wakes the threads that wait for a page. Faults that a previous pager had read but not served are reported again
+    /// only then, so a pager that has taken over before the previous one ended must call this after that end.
+    ///
+    /// # Errors
+    /// [`PagerError::Block`].
+    pub fn wake_blocked(&self) -> Result<(), PagerError> {
+        for block in &self.blocks {
+            if let Some(remote) = &self.remote {
                 let woken = remote.userfault.wake(block.range.clone());
                 woken.map_err(|source| PagerError::Block { id: block.name.clone(), source })?;
             }
         }
-        Ok(Some(pager))
+        Ok(())
     }
 
-    fn from_remote(process: Process, remote: Remote, blocks: Vec<PagedBlock>) -> Self {
-        Self {
+    /// Returns what another process needs to close the descriptor in QEMU: [`Pager::close_through`].
+    #[must_use]
+    pub fn registration(&self) -> Option<Registration> {
+        self.remote.as_ref().and_then(Remote::registration)
+    }
+
+    /// Lets `close` close the descriptor in QEMU, for a process that may not do it itself.
+    pub fn close_through(&mut self, close: impl Fn() -> io::Result<()> + Send + 'static) {
+        self.closer = Closer(Some(Box::new(close)));
+    }
+
+    fn from_remote(process: Process, remote: Remote, blocks: Vec<PagedBlock>) -> Result<Self, PagerError> {
+        let pid = process.pid;
+        let pidfd = process.pidfd().map_err(|source| RemoteError::Take { pid, source })?;
+        Ok(Self {
             process,
+            pidfd,
+            closer: Closer(None),
             recording: remote.userfault.features() == RECORDING,
             remote: Some(remote),
             blocks,
@@ -264,7 +317,7 @@ impl Pager {
             neighbours: Vec::new(),
             background: BackgroundAttempt { failures: 0, due: Instant::now() },
             buffer: Vec::new(),
-        }
+        })
     }
 
     #[must_use]
@@ -403,16 +456,21 @@ impl Pager {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
             }
         }
-        Ok(remote.close()?)
+        self.closer.close(remote)
     }
 
     /// Closes the descriptors when a tracker has registered the memory.
     pub(super) fn close(&mut self) -> Result<(), PagerError> {
         match self.remote.take() {
-            Some(remote) => Ok(remote.close()?),
+            Some(remote) => self.closer.close(remote),
             None => Ok(()),
         }
     }
+}
+
+/// Returns whether the process of a pidfd still runs.
+pub(super) fn is_alive(pidfd: &OwnedFd) -> bool {
+    !matches!(has_ended(pidfd), Ok(true))
 }
 
 fn paged_blocks(ram: &GuestRam, is_paged: impl Fn(&str) -> bool) -> Vec<PagedBlock> {

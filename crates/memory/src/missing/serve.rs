@@ -1,6 +1,6 @@
 //! The pager's work: supplying pages for faults, and filling all other pages in the background.
 
-use super::pager::{BlockPage, Completion, Pager, PagerError, PendingFault, Progress};
+use super::pager::{BlockPage, Completion, Pager, PagerError, PendingFault, Progress, is_alive};
 use super::source::{Content, PageSource};
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
 use rekindle_pages::PAGE_SIZE;
@@ -57,7 +57,7 @@ impl Pager {
             self.handle_events(wait)?;
             // Without this check the end of the process is noticed only on access to its memory. No access happens
             // while the source fails, or while the registration is kept for a tracker.
-            if !wait.is_zero() && !self.process.is_alive() {
+            if !wait.is_zero() && !is_alive(&self.pidfd) {
                 return Err(PagerError::QemuEnded { pid: self.process.pid });
             }
             self.serve_faults(source)?;
@@ -151,7 +151,7 @@ impl Pager {
             Err(UserfaultError::Gone) => return Err(ended),
             Err(e) => return Err(PagerError::Wait { source: io::Error::other(e) }),
         };
-        if events.is_empty() && !self.process.is_alive() {
+        if events.is_empty() && !is_alive(&self.pidfd) {
             return Err(ended);
         }
         let now = Instant::now();
@@ -281,7 +281,7 @@ impl Pager {
                     address += paged.page_bytes;
                 }
                 Filled::Changing(_) => return Ok(false),
-                Filled::Gone(_) if !self.process.is_alive() => {
+                Filled::Gone(_) if !is_alive(&self.pidfd) => {
                     return Err(PagerError::QemuEnded { pid: self.process.pid });
                 }
                 // The guest has given the page back: the kernel itself supplies zeros.

@@ -14,7 +14,7 @@
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
 use anyhow::{Context, Result, bail};
-use rekindle_disk::control::{Control, ControlCommand, ControlError};
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::OpenMode;
@@ -25,7 +25,7 @@ use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
-use rekindle_vm::host::Host;
+use rekindle_vm::host::{self, Host};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde_json::{Value, json};
@@ -151,29 +151,29 @@ fn limits(rate: &DiskRate) -> Limits {
 
 /// Serves a disk until a signal or `rekindle disk end` ends the server.
 fn serve_disk(output: &Output, arguments: DiskServe) -> Result<()> {
+    let confine = host::confines_helpers()?;
     let started = json!({"socket": &arguments.socket, "control": control_path(&arguments), "image": &arguments.image});
     let text = format!("serving {} at {}", arguments.image.display(), arguments.socket.display());
-    let service = service(arguments);
+    let service = service(arguments, confine);
     // A signal ends the server as `rekindle disk end` does, after all requests are done.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let signals_handle = signals.handle();
-    let control = service.control.clone();
-    let signal_thread = thread::spawn(move || {
-        if signals.forever().next().is_some() {
-            let ended: Result<(), ControlError> =
-                Control::connect(&control).and_then(|mut control| control.ask(&ControlCommand::End {}));
-            if let Err(e) = ended {
+    let mut signal_thread = None;
+    let served = serve(service, |stopper| {
+        // Not earlier: this thread is confined, too.
+        signal_thread = Some(thread::spawn(move || {
+            if signals.forever().next().is_some()
+                && let Err(e) = stopper.stop()
+            {
                 tracing::debug!("the server has already ended: {e}");
             }
-        }
-    });
-    let served = serve(service, || {
+        }));
         if let Err(e) = output.result(&started, text) {
             tracing::debug!("cannot write to standard output: {e}");
         }
     });
     signals_handle.close();
-    let _ = signal_thread.join();
+    let _ = signal_thread.map(thread::JoinHandle::join);
     Ok(served?)
 }
 
@@ -197,7 +197,7 @@ fn version(arguments: &DiskServe) -> DiskVersion {
 }
 
 /// Converts the arguments.
-fn service(arguments: DiskServe) -> Service {
+fn service(arguments: DiskServe, confine: bool) -> Service {
     let version = version(&arguments);
     let control = control_path(&arguments);
     let settings = Settings {
@@ -218,9 +218,11 @@ fn service(arguments: DiskServe) -> Service {
             version,
             limit: arguments.redo_limit.map(|limit| limit.as_u64()),
             renamed_from: arguments.image_renamed_from,
+            reserves_directory: false,
         },
         settings,
         is_awaiting_epoch: arguments.wait,
+        confine,
     }
 }
 

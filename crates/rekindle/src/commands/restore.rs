@@ -13,7 +13,7 @@ use rekindle_protect::restore::prepare::prepare;
 use rekindle_protect::restore::{Request, restore as run};
 use rekindle_store::types::{KnownState, utc};
 use rekindle_vm::definition::Definition;
-use rekindle_vm::host::Host;
+use rekindle_vm::host::{self, Host};
 use std::process::ExitCode;
 
 pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
@@ -102,6 +102,7 @@ fn into_libvirt(output: &Output, host: &Host, arguments: &Restore, request: &Req
 pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.to_string();
+    let confine = host::confines_helpers()?;
     let interrupted = interrupts()?;
     let mut report = |event: &PagerEvent| {
         let _ = output.result(event, format!("{name}: {event}"));
@@ -113,9 +114,9 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
         let ready = || {
             let _ = rustix::io::write(rustix::stdio::stdin(), &[0]);
         };
-        serve_after(&rundir, ready, &interrupted, &mut report)?
+        serve_after(&rundir, confine, ready, &interrupted, &mut report)?
     } else {
-        serve(&rundir, &interrupted, &mut report)?
+        serve(&rundir, confine, &interrupted, &mut report)?
     };
     Ok(if progress.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -8,6 +8,7 @@ mod common;
 mod attach;
 mod bare;
 mod bridge;
+mod confinement;
 mod generation;
 mod helpers;
 mod hugepages;

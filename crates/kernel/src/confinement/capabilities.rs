@@ -1,0 +1,68 @@
+//! Dropping the capabilities of root.
+
+use super::files::Grant;
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
+pub use rustix::thread::CapabilitySet;
+use rustix::thread::{
+    CapabilitySets, capabilities, clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
+    set_no_new_privs,
+};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::thread;
+
+/// Returns the capabilities without which this user cannot open the granted files: none, unless root uses files of
+/// another user.
+pub(super) fn needed_for(grants: &[Grant]) -> CapabilitySet {
+    if !rustix::process::geteuid().is_root() {
+        return CapabilitySet::empty();
+    }
+    // A thread has its own capabilities, and the check must be made without them.
+    let is_denied = thread::scope(|scope| {
+        let check = scope.spawn(|| {
+            let none = CapabilitySet::empty();
+            set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?;
+            Ok::<_, Errno>(grants.iter().any(is_denied))
+        });
+        check.join()
+    });
+    // If it cannot be checked, files that cannot be opened are reported when they are needed.
+    if matches!(is_denied, Ok(Ok(true))) { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() }
+}
+
+fn is_denied(grant: &Grant) -> bool {
+    let metadata = grant.path.metadata();
+    if metadata.is_ok_and(|metadata| metadata.is_dir() && metadata.uid() != 0) {
+        // Its files belong to that user, too.
+        return true;
+    }
+    let wanted = if !grant.access.is_writing() {
+        Access::READ_OK
+    } else if grant.path.is_dir() {
+        Access::WRITE_OK | Access::EXEC_OK
+    } else {
+        Access::READ_OK | Access::WRITE_OK
+    };
+    accessat(CWD, &grant.path, wanted, AtFlags::empty()) == Err(Errno::ACCESS)
+}
+
+/// Reduces the capabilities of the calling thread, and what it could gain by a program, to those of `kept` that it has.
+///
+/// # Errors
+/// Errors of `capset(2)` and `prctl(2)`.
+pub(super) fn reduce_to(kept: CapabilitySet) -> io::Result<()> {
+    set_no_new_privs(true)?;
+    clear_ambient_capability_set()?;
+    for capability in CapabilitySet::all().iter() {
+        match remove_capability_from_bounding_set(capability) {
+            // Not a capability of this kernel; or a user that has no capabilities, and cannot gain any without new
+            // privileges.
+            Ok(()) | Err(Errno::INVAL | Errno::PERM) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    let kept = kept & capabilities(None)?.permitted;
+    let none = CapabilitySet::empty();
+    Ok(set_capabilities(None, CapabilitySets { effective: kept, permitted: kept, inheritable: none })?)
+}

@@ -1,0 +1,97 @@
+//! The confinement of a process that reads what a guest, a QEMU or a store sends: an attacker that takes control of it
+//! gets only what its work needs.
+//!
+//! | part | what it removes |
+//! |---|---|
+//! | [`files`] | files, TCP ports, signals to other processes, tracing of other processes (Landlock) |
+//! | [`capabilities`] | what root may do in addition to other users |
+//! | [`system_calls`] | system calls; another one kills the process (seccomp) |
+//! | [`broker`] | nothing: a few fixed operations that the process still needs, in a child process outside of the confinement |
+//!
+//! Landlock and capabilities belong to a thread, and a new thread inherits them. So a process enters its confinement
+//! before it starts its threads; [`Confinement::enter`] checks this.
+
+pub mod broker;
+mod capabilities;
+mod files;
+pub mod status;
+mod system_calls;
+#[cfg(test)]
+mod tests;
+
+pub use capabilities::CapabilitySet;
+pub use files::{Access, Grant, Support, support};
+pub use system_calls::Calls;
+
+use std::fs;
+use std::io;
+
+/// Why a process cannot be confined.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfinementError {
+    /// Other threads would not be confined.
+    #[error("cannot confine this process: it already has {count} threads, and only one thread can be confined")]
+    Threads {
+        /// Number of threads.
+        count: usize,
+    },
+    /// A system call failed.
+    #[error("cannot confine this process: {doing}")]
+    Io {
+        /// The step that failed.
+        doing: &'static str,
+        /// Its error.
+        #[source]
+        source: io::Error,
+    },
+    /// Landlock has rejected the rules.
+    #[error("cannot restrict the files of this process (Landlock)")]
+    Files(#[from] landlock::RulesetError),
+    /// The filter is not valid.
+    #[error("cannot make the system call filter of this process (seccomp)")]
+    Filter(#[from] seccompiler::BackendError),
+    /// The kernel has rejected the filter.
+    #[error("cannot install the system call filter of this process (seccomp)")]
+    Install(#[from] seccompiler::Error),
+}
+
+/// What a process still may do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Confinement {
+    /// The paths that it may open.
+    pub files: Vec<Grant>,
+    /// The system calls that it may make in addition to those of each process.
+    pub calls: Calls,
+}
+
+impl Confinement {
+    /// Confines this process for the rest of its life. Its files must be open, except the granted ones.
+    ///
+    /// *On success:* the limits that this kernel supports are in force; a missing one is logged.
+    /// *On failure:* the process may be confined in part, and must end.
+    ///
+    /// # Errors
+    /// [`ConfinementError`].
+    pub fn enter(&self) -> Result<(), ConfinementError> {
+        check_single_thread()?;
+        let kept = capabilities::needed_for(&self.files);
+        files::restrict(self)?;
+        capabilities::reduce_to(kept)
+            .map_err(|source| ConfinementError::Io { doing: "its capabilities cannot be dropped", source })?;
+        if !kept.is_empty() {
+            tracing::warn!(
+                "keeps the capability DAC_OVERRIDE: a file that it uses belongs to another user; chown the files to remove it"
+            );
+        }
+        system_calls::install(self.calls)
+    }
+}
+
+/// Rejects a process with more than one thread.
+fn check_single_thread() -> Result<(), ConfinementError> {
+    let failed = |source| ConfinementError::Io { doing: "its threads cannot be counted", source };
+    match fs::read_dir("/proc/self/task").map_err(failed)?.count() {
+        1 => Ok(()),
+        count => Err(ConfinementError::Threads { count }),
+    }
+}

@@ -1,0 +1,135 @@
+use super::broker::Broker;
+use super::{Access, Calls, CapabilitySet, Confinement, ConfinementError, Grant};
+use nix::sched::CloneFlags;
+use rekindle_testing::hostile::{Attempt, Outcome, run};
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+fn confinement(directory: &Path, calls: Calls) -> Confinement {
+    Confinement { files: vec![Grant::new(directory, Access::Directory)], calls }
+}
+
+#[test]
+fn a_confined_process_reaches_nothing_but_what_it_was_granted() {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root");
+    let [own, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let file = |name: &str| other.path().join(name);
+    std::fs::write(file("image"), "content").unwrap();
+    let _unix = UnixListener::bind(file("socket")).unwrap();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut victim = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let mapping = crate::maps::of(crate::process::Process::of(victim.id()).unwrap()).unwrap()[0].range.start;
+    let calls = Calls::FILES | Calls::CONNECTIONS | Calls::RING | Calls::USERFAULTFD;
+    for attempt in [
+        Attempt::StartProgram("/bin/true".into()),
+        Attempt::Fork,
+        Attempt::Read(file("image")),
+        Attempt::Write(file("image")),
+        Attempt::Create(file("created")),
+        Attempt::List(other.path().into()),
+        Attempt::Read("/etc/shadow".into()),
+        Attempt::Write("/proc/sys/vm/overcommit_memory".into()),
+        Attempt::ConnectTcp(tcp.local_addr().unwrap()),
+        Attempt::ConnectUnix(file("socket")),
+        Attempt::Socket(libc::AF_PACKET),
+        Attempt::Socket(libc::AF_NETLINK),
+        Attempt::ReadMemory(victim.id(), mapping as usize),
+        Attempt::Trace(victim.id()),
+        Attempt::Signal(victim.id()),
+        Attempt::Namespace(CloneFlags::CLONE_NEWUSER),
+        Attempt::Mount(own.path().into()),
+        Attempt::Ring,
+        Attempt::Bpf,
+        Attempt::Remove(file("image")),
+    ] {
+        let confined = run(&attempt, || confinement(own.path(), calls).enter().unwrap());
+        assert_ne!(confined, Outcome::Done, "{attempt:?}, confined");
+        assert_eq!(run(&attempt, || ()), Outcome::Done, "{attempt:?}, not confined");
+    }
+    victim.kill().unwrap();
+    victim.wait().unwrap();
+    let created = own.path().join("created");
+    for attempt in [Attempt::Create(created.clone()), Attempt::Write(created.clone()), Attempt::Remove(created)] {
+        assert_eq!(run(&attempt, || confinement(own.path(), calls).enter().unwrap()), Outcome::Done, "{attempt:?}");
+    }
+}
+
+#[test]
+fn without_the_system_call_filter_landlock_and_capabilities_still_deny() {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root");
+    let [own, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    std::fs::write(other.path().join("image"), "content").unwrap();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let parent = std::process::id();
+    let restrict = || {
+        super::files::restrict(&confinement(own.path(), Calls::empty())).unwrap();
+        super::capabilities::reduce_to(CapabilitySet::empty()).unwrap();
+    };
+    for attempt in [
+        Attempt::Read(other.path().join("image")),
+        Attempt::ConnectTcp(tcp.local_addr().unwrap()),
+        Attempt::Socket(libc::AF_PACKET),
+        Attempt::Trace(parent),
+        Attempt::Signal(parent),
+        Attempt::Mount(own.path().into()),
+        Attempt::StartProgram("/bin/true".into()),
+    ] {
+        let denied = run(&attempt, restrict);
+        assert!(matches!(denied, Outcome::Failed(libc::EPERM | libc::EACCES)), "{attempt:?}: {denied:?}");
+    }
+}
+
+#[test]
+fn a_network_client_has_internet_sockets_only() {
+    let own = tempfile::tempdir().unwrap();
+    let unix = own.path().join("socket");
+    let _unix = UnixListener::bind(&unix).unwrap();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let attempt = |attempt: &Attempt| run(attempt, || confinement(own.path(), Calls::NETWORK).enter().unwrap());
+    assert_eq!(attempt(&Attempt::ConnectTcp(tcp.local_addr().unwrap())), Outcome::Done);
+    assert_eq!(attempt(&Attempt::ConnectUnix(unix)), Outcome::Failed(libc::EAFNOSUPPORT));
+    assert_eq!(attempt(&Attempt::Socket(libc::AF_NETLINK)), Outcome::Failed(libc::EAFNOSUPPORT));
+}
+
+#[test]
+fn files_of_another_user_need_the_capability_that_is_kept_for_them() {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root");
+    let own = tempfile::tempdir().unwrap();
+    let grant = |access| [Grant::new(own.path(), access)];
+    assert_eq!(super::capabilities::needed_for(&grant(Access::Directory)), CapabilitySet::empty());
+    std::os::unix::fs::chown(own.path(), Some(65534), None).unwrap();
+    assert_eq!(super::capabilities::needed_for(&grant(Access::Directory)), CapabilitySet::DAC_OVERRIDE);
+    let attempt = Attempt::Create(own.path().join("created"));
+    assert_eq!(run(&attempt, || confinement(own.path(), Calls::FILES).enter().unwrap()), Outcome::Done);
+}
+
+#[test]
+fn a_process_with_other_threads_is_not_confined() {
+    let (sender, receiver) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || receiver.recv().is_err());
+    let refused = confinement(Path::new("/"), Calls::empty()).enter();
+    assert!(matches!(refused, Err(ConfinementError::Threads { count: 2.. })), "{refused:?}");
+    drop(sender);
+    assert!(thread.join().unwrap());
+}
+
+#[test]
+fn a_broker_answers_a_confined_process_and_ends_with_it() {
+    let own = tempfile::tempdir().unwrap();
+    let asked = own.path().join("asked");
+    let outcome = run(&Attempt::Read("/etc/hostname".into()), || {
+        let path = asked.clone();
+        let broker = Broker::start(2, CapabilitySet::empty(), |[number]: [u64; 1]| match number {
+            0 => Err(io::Error::from_raw_os_error(libc::EXDEV)),
+            number => std::fs::write(&path, number.to_string()).map(|()| number * 2),
+        });
+        let broker = broker.unwrap();
+        Confinement { files: Vec::new(), calls: Calls::FILES }.enter().unwrap();
+        assert_eq!(broker.ask([21]).unwrap(), 42);
+        assert_eq!(broker.ask([0]).unwrap_err().raw_os_error(), Some(libc::EXDEV));
+    });
+    assert_eq!(outcome, Outcome::Failed(libc::EACCES));
+    assert_eq!(std::fs::read_to_string(&asked).unwrap(), "21");
+}
