@@ -90,8 +90,8 @@ impl FinalPause<'_> {
             }
         };
         let message_sent_us = host_us();
-        let go = Go { epoch: record.epoch, checkpoint: last_checkpoint.number };
-        let sent = self.connection.send(&Message::Go(go), GO_READ_TIMEOUT);
+        let message = Message::Go(Go { epoch: record.epoch, checkpoint: last_checkpoint.number });
+        let sent = self.connection.send(&message, GO_READ_TIMEOUT);
         fault::point("move.resume.told", Some(vmm), None);
         let answer = sent.and_then(|()| self.connection.read_answer(GO_ANSWER_TIMEOUT));
         let answered_us = host_us();
