@@ -97,7 +97,9 @@ pub(crate) fn confinement(rundir: &RunDir, fill: &Fill) -> Confinement {
 fn resolver_files() -> Vec<PathBuf> {
     let target = fs::canonicalize(RESOLVER).unwrap_or_else(|_| RESOLVER.into());
     match target.parent() {
-        Some(directory) if directory.starts_with("/run") => vec![directory.to_owned()],
+        Some(directory) if directory.starts_with("/run") && directory != Path::new("/run") => {
+            vec![directory.to_owned()]
+        }
         _ => vec![target],
     }
 }

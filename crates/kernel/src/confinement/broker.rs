@@ -5,6 +5,7 @@
 
 use super::capabilities::{self, CapabilitySet};
 use super::{ConfinementError, check_single_thread};
+use nix::errno::Errno;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 use std::fs;
@@ -22,7 +23,7 @@ pub struct Broker {
 
 impl Broker {
     /// Starts a child that answers requests with `answer`, at most `connections` at a time. It keeps only the
-    /// capabilities `kept` and no descriptor except standard output and error.
+    /// capabilities `kept` and no descriptor except the standard ones.
     ///
     /// # Errors
     /// [`ConfinementError`] if this process has several threads, or the child cannot be started.
@@ -40,7 +41,11 @@ impl Broker {
         // SAFETY: this process has one thread, so that the child can use everything that it has inherited.
         match unsafe { fork() }.map_err(|e| failed(e.into()))? {
             ForkResult::Parent { child } => {
-                waitpid(child, None).map_err(|e| failed(e.into()))?;
+                match waitpid(child, None) {
+                    // The kernel has waited for it, if this process was started with SIGCHLD ignored.
+                    Ok(_) | Err(Errno::ECHILD) => {}
+                    Err(e) => return Err(failed(e.into())),
+                }
                 Ok(Self { connections: ours.into_iter().map(Mutex::new).collect() })
             }
             // SAFETY: as above.

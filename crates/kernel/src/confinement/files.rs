@@ -14,13 +14,13 @@ const NEWEST_ABI: ABI = ABI::V6;
 /// What may be done with a granted path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Read a file, or all files in a directory.
+    /// Read a file or device, or all files in a directory and its subdirectories.
     Read,
     /// Read and write a file or device.
     WriteFile,
-    /// Create, read, write and remove regular files in a directory, and remove sockets.
+    /// Create, read, write and remove regular files, and remove sockets, in a directory and its subdirectories.
     Directory,
-    /// List a directory, and create, rename and remove directories in it. Their files are not granted.
+    /// List, create, rename and remove directories in a directory and its subdirectories. Their files are not granted.
     Subdirectories,
 }
 
@@ -32,7 +32,7 @@ impl Access {
     fn rights(self) -> BitFlags<AccessFs> {
         let write_file = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::IoctlDev;
         match self {
-            Self::Read => AccessFs::ReadFile | AccessFs::ReadDir,
+            Self::Read => AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::IoctlDev,
             Self::WriteFile => write_file,
             Self::Directory => write_file | AccessFs::ReadDir | AccessFs::MakeReg | AccessFs::RemoveFile,
             Self::Subdirectories => AccessFs::ReadDir | AccessFs::MakeDir | AccessFs::RemoveDir,

@@ -220,6 +220,10 @@ fn allowed(calls: Calls) -> Result<Rules, seccompiler::BackendError> {
     let unchanged = SeccompCondition::new(2, Len::Qword, Op::Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, any([unchanged])?);
     let mut requests = REQUESTS.iter().map(|request| low(1, Op::Eq, *request)).collect::<Result<Vec<_>, _>>()?;
+    if calls.contains(Calls::NETWORK) {
+        // The resolver, for a name server with a link-local address.
+        requests.push(low(1, Op::Eq, libc::SIOCGIFINDEX)?);
+    }
     if calls.contains(Calls::USERFAULTFD) {
         requests.push(low(1, Op::MaskedEq(DRIVER_BITS), USERFAULTFD_DRIVER)?);
     }
