@@ -157,7 +157,7 @@ mod tests {
             r#"{"running":{"pid":3,"us":5,"prepared":true,"ahead":false,"unused":null,"clock":"set","since_us":9}}"#;
         assert_eq!(serde_json::to_string(&serde_json::from_str::<Answer>(running).unwrap()).unwrap(), running);
         let query = Message::QueryStatus { version: VERSION, name: "web".parse().unwrap() };
-        assert_eq!(line(&query), r#"{"ask":{"version":3,"name":"web"}}"#);
+        assert_eq!(line(&query), r#"{"ask":{"version":4,"name":"web"}}"#);
         assert_eq!(line(&Message::ReadNewest {}), r#"{"look":{}}"#);
         assert!(serde_json::from_str::<Message>(r#"{"jump":{}}"#).is_err());
     }
