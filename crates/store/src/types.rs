@@ -62,7 +62,7 @@ pub enum OnlyIf {
     Expected(Expected),
 }
 
-/// A state of a store.
+/// How far a store has come: its owners and its checkpoints are counted up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct KnownState {
     /// Owner epoch.
