@@ -55,6 +55,9 @@ memstore device bytes = {CAPACITY}
 osd max object name len = 256
 [mon.a]
 mon data = {directory}/monitor
+# By default, a monitor ends if less than 5 % of its file system is free, however large that is.
+mon data avail crit = 0
+mon data avail warn = 0
 [mgr.x]
 mgr data = {directory}/manager
 [osd.0]
@@ -95,7 +98,19 @@ fn ceph(directory: &Path, arguments: &[&str]) -> String {
         failure = Some(output);
         success
     });
-    output.unwrap_or_else(|| panic!("ceph {arguments:?}: {failure:?}"))
+    output.unwrap_or_else(|| panic!("ceph {arguments:?}: {failure:?}\n{}", logs(directory)))
+}
+
+/// Returns the last lines that each daemon has written, for the message of a failed assertion.
+fn logs(directory: &Path) -> String {
+    let files = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+    let logs = files.filter(|file| file.extension().is_some_and(|suffix| suffix == "log" || suffix == "out"));
+    logs.fold(String::new(), |text, log| {
+        let content = fs::read(&log).unwrap_or_default();
+        let content = String::from_utf8_lossy(&content);
+        let lines: Vec<_> = content.lines().collect();
+        text + &format!("{}:\n{}\n", log.display(), lines[lines.len().saturating_sub(10)..].join("\n"))
+    })
 }
 
 /// Starts a program in the foreground, so that it is a child of the test.
@@ -115,7 +130,7 @@ impl ObjectStoreServer {
     /// Starts it with an empty bucket. Takes some seconds.
     #[must_use]
     pub fn start() -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let directory = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm").unwrap();
         let path = &directory.path().to_owned();
         for folder in ["monitor", "manager", "storage"] {
             fs::create_dir(path.join(folder)).unwrap();
