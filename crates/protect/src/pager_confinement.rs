@@ -1,20 +1,11 @@
-//! What a pager may use while it reads a store, and what its broker does for it.
+//! What a pager may use while it reads a store. [`crate::fill_files`] has what its broker does for it.
 
 use crate::fill::Fill;
-use rekindle_kernel::confinement::broker::Broker;
-use rekindle_kernel::confinement::{Access, Calls, CapabilitySet, Confinement, ConfinementError, Grant};
-use rekindle_memory::missing::Registration;
+use rekindle_kernel::confinement::{Access, Calls, Confinement, Grant};
 use rekindle_store::StoreUrl;
-use rekindle_vm::disks;
-use rekindle_vm::rundir::RunDir;
 use std::env;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
-
-/// The broker's operations.
-const CLOSE: u64 = 0;
-const NOTIFY_FILLED: u64 = 1;
 
 /// Files that name resolution and TLS read.
 const NETWORK_FILES: &[&str] = &[
@@ -41,40 +32,9 @@ const NETWORK_FILES: &[&str] = &[
 ];
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// Does what a confined pager cannot do.
-#[derive(Debug)]
-pub(crate) struct PagerBroker(Broker);
-
-impl PagerBroker {
-    /// Starts the broker, for the memory of `registration`.
-    pub(crate) fn start(registration: Option<Registration>, rundir: RunDir) -> Result<Self, ConfinementError> {
-        let answer = move |[operation]: [u64; 1]| match operation {
-            CLOSE => registration.map_or(Ok(()), Registration::close).map(|()| 0).map_err(io::Error::other),
-            NOTIFY_FILLED => {
-                disks::notify_filled(&rundir);
-                Ok(0)
-            }
-            _ => Err(io::ErrorKind::Unsupported.into()),
-        };
-        Ok(Self(Broker::start(1, CapabilitySet::SYS_PTRACE, answer)?))
-    }
-
-    /// Closes the userfaultfd in QEMU.
-    pub(crate) fn close(&self) -> io::Result<()> {
-        self.0.ask([CLOSE]).map(drop)
-    }
-
-    /// Notifies the servers of the VM's disks that all memory is loaded.
-    pub(crate) fn notify_filled(&self) {
-        if let Err(e) = self.0.ask([NOTIFY_FILLED]) {
-            tracing::debug!("disk servers still check for missing pages: {e}");
-        }
-    }
-}
-
 /// Returns the confinement of the pager of `fill`.
-pub(crate) fn confinement(rundir: &RunDir, fill: &Fill) -> Confinement {
-    let mut files = vec![Grant::new(rundir.path(), Access::Directory)];
+pub(crate) fn confinement(fill: &Fill) -> Confinement {
+    let mut files = Vec::new();
     let mut calls = Calls::FILES | Calls::USERFAULTFD;
     let mut read = |path: &Path| files.push(Grant::new(path, Access::Read));
     if let StoreUrl::Directory(directory) = &fill.store {
@@ -85,7 +45,9 @@ pub(crate) fn confinement(rundir: &RunDir, fill: &Fill) -> Confinement {
         let variables = env::vars_os().filter(|(name, _)| {
             name.to_str().is_some_and(|name| name.starts_with("AWS_") || name.starts_with("SSL_CERT_"))
         });
-        let named_files = variables.map(|(_, value)| PathBuf::from(value)).filter(|path| path.is_absolute());
+        // `SSL_CERT_DIR` may name several.
+        let named_files = variables.flat_map(|(_, value)| env::split_paths(&value).collect::<Vec<_>>());
+        let named_files = named_files.filter(|path| path.is_absolute());
         named_files.chain(fill.identity_files()).for_each(|path| read(&path));
         resolver_files().iter().for_each(|path| read(path));
     }
@@ -109,6 +71,7 @@ fn resolver_files() -> Vec<PathBuf> {
 mod tests {
     use super::*;
     use rekindle_testing::hostile::{Attempt, Outcome, run};
+    use rekindle_vm::rundir::RunDir;
     use serde_json::json;
     use std::net::TcpListener;
     use std::os::unix::net::UnixListener;
@@ -120,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hostile_pager_reaches_its_own_vm_and_store_only() {
+    fn a_hostile_pager_reaches_its_store_only() {
         let root = tempfile::tempdir().unwrap();
         let [own, other] = ["own", "other"].map(|name| RunDir::new(root.path(), name));
         let store = |name: &str| root.path().join(format!("store-{name}"));
@@ -128,6 +91,7 @@ mod tests {
             fs::create_dir(rundir.path()).unwrap();
             fs::create_dir(store(name)).unwrap();
             fs::write(rundir.file("state.json"), "{}").unwrap();
+            fs::write(rundir.file("fill.json"), "{}").unwrap();
             fs::write(store(name).join("superblock"), "x").unwrap();
         }
         let qmp = other.file("qmp.sock");
@@ -136,12 +100,17 @@ mod tests {
         let mut other_qemu = Command::new("sleep").arg("1000").spawn().unwrap();
         let confined = |attempt: &Attempt, store: &str| {
             let fill = fill(store);
-            run(attempt, || confinement(&own, &fill).enter().unwrap())
+            run(attempt, || confinement(&fill).enter().unwrap())
         };
         let directory = store("own").display().to_string();
         for (is_denied_with_network, attempt) in [
             (true, Attempt::Read(store("other").join("superblock"))),
             (true, Attempt::Read(other.file("state.json"))),
+            (true, Attempt::Read(own.file("state.json"))),
+            (true, Attempt::Write(own.file("state.json"))),
+            (true, Attempt::Write(own.file("fill.json"))),
+            (true, Attempt::Create(own.file("operation.json"))),
+            (true, Attempt::Remove(own.file("operation.json"))),
             (true, Attempt::Read("/etc/shadow".into())),
             (true, Attempt::Write("/proc/sys/vm/overcommit_memory".into())),
             (true, Attempt::ConnectUnix(qmp)),
@@ -167,6 +136,5 @@ mod tests {
             Outcome::Done,
             "a pager only reads its store"
         );
-        assert_eq!(confined(&Attempt::Create(own.file("fill.json.new")), &directory), Outcome::Done);
     }
 }

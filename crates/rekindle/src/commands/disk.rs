@@ -218,7 +218,6 @@ fn service(arguments: DiskServe, confine: bool) -> Service {
             version,
             limit: arguments.redo_limit.map(|limit| limit.as_u64()),
             renamed_from: arguments.image_renamed_from,
-            reserves_directory: false,
         },
         settings,
         is_awaiting_epoch: arguments.wait,
