@@ -9,7 +9,9 @@
 //! Its paths are fixed when it starts. The server gets open files, and nothing of the memory of a front end.
 
 use crate::image::OpenMode;
+use crate::redo::directory::STATE_NAME;
 use crate::redo::files::{FileStart, LocalClaim, LocalFiles, LogFiles, read_start};
+use crate::redo::format::segment_epoch;
 use rekindle_kernel::confinement::broker::{Answer, Broker, Request};
 use rekindle_kernel::confinement::{Access, CapabilitySet, ConfinementError, Grant, capabilities_for};
 use rekindle_kernel::durable_file::LocalFile;
@@ -22,7 +24,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Most operations at a time: front ends whose pages are fetched, and one of the log.
@@ -34,6 +36,7 @@ mod operation {
     pub const CHECK_ALIVE: u64 = 1;
     pub const FETCH_PAGE: u64 = 2;
     pub const OPEN_IMAGE: u64 = 3;
+    pub const OPEN_IMAGE_DIRECT: u64 = 14;
     pub const CREATE_DIRECTORY: u64 = 4;
     pub const CLAIM_DIRECTORY: u64 = 5;
     pub const LIST: u64 = 6;
@@ -51,8 +54,10 @@ mod operation {
 pub struct BrokeredFiles {
     pub image: PathBuf,
     pub mode: OpenMode,
-    /// Directory of the redo log. That of a read-only disk is only checked.
+    /// Directory of the redo log.
     pub redo: LocalFiles,
+    /// Whether the disk can have a log. Otherwise it is only checked that there is none.
+    pub may_have_log: bool,
     /// Paths of the server's sockets.
     pub sockets: [PathBuf; 2],
 }
@@ -74,7 +79,7 @@ impl DiskBroker {
         }
         let kept = CapabilitySet::SYS_PTRACE | capabilities_for(&used);
         let service = Service { files, front_ends: Mutex::default() };
-        Ok(Self(Broker::start(CONNECTIONS, kept, move |request| service.answer(request))?))
+        Ok(Self(Broker::start(CONNECTIONS, kept, move |request| service.handle(request))?))
     }
 
     /// Opens the image with these flags. Access (reading, writing) is fixed.
@@ -82,14 +87,23 @@ impl DiskBroker {
     /// # Errors
     /// Errors of `open(2)`.
     pub fn open_image(&self, flags: OFlags) -> io::Result<File> {
-        let is_direct = u64::from(flags.contains(OFlags::DIRECT));
-        file_of(self.0.ask([operation::OPEN_IMAGE, is_direct, 0, 0], OsStr::new(""), None)?)
+        let is_direct = flags.contains(OFlags::DIRECT);
+        let operation = if is_direct { operation::OPEN_IMAGE_DIRECT } else { operation::OPEN_IMAGE };
+        file_of(self.0.ask([operation, 0, 0, 0], OsStr::new(""), None)?)
+    }
+
+    /// Ends this process when the broker has ended: the redo log could not grow any more.
+    ///
+    /// # Errors
+    /// Errors of starting a thread.
+    pub fn end_process_with_it(&self) -> io::Result<()> {
+        self.0.end_process_with_it()
     }
 
     /// Removes the sockets of the server, which is about to end.
     pub fn remove_sockets(&self) {
         if let Err(e) = self.0.ask_number([operation::REMOVE_SOCKETS, 0, 0, 0]) {
-            tracing::debug!("the sockets stay: {e}");
+            tracing::debug!("cannot remove the sockets: {e}");
         }
     }
 }
@@ -110,10 +124,10 @@ struct Service {
 }
 
 impl Service {
-    fn answer(&self, Request { numbers, name, descriptor }: Request) -> io::Result<Answer> {
-        let [operation, first, second, third] = numbers;
-        let front_end =
-            || Ok::<_, io::Error>(Process { pid: u32::try_from(first).map_err(io::Error::other)?, started: second });
+    fn handle(&self, Request { numbers, name, descriptor }: Request) -> io::Result<Answer> {
+        let [operation, pid, started, address] = numbers;
+        let front_end = || Ok::<_, io::Error>(Process { pid: u32::try_from(pid).map_err(io::Error::other)?, started });
+        let image = |flags| Ok(opened(self.files.mode.open(&self.files.image, flags)?.into()));
         match operation {
             operation::IDENTIFY_PEER => {
                 self.identify(&descriptor.ok_or(io::ErrorKind::InvalidInput)?).map(Answer::from)
@@ -127,27 +141,26 @@ impl Service {
                 if !self.has_connected(process) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
-                memory::read(process, third, &mut [0]).map(Answer::from)
+                memory::read(process, address, &mut [0]).map(Answer::from)
             }
-            operation::OPEN_IMAGE => {
-                let flags = if first == 0 { OFlags::empty() } else { OFlags::DIRECT };
-                let file = self.files.mode.open(&self.files.image, flags)?;
-                Ok(Answer { number: 0, descriptor: Some(file.into()) })
+            operation::OPEN_IMAGE => image(OFlags::empty()),
+            operation::OPEN_IMAGE_DIRECT => image(OFlags::DIRECT),
+            operation::REMOVE_SOCKETS => {
+                // Each, also if another one is missing.
+                let removed = self.files.sockets.each_ref().map(fs::remove_file);
+                removed.into_iter().collect::<io::Result<()>>().map(Answer::from)
             }
-            operation::REMOVE_SOCKETS => self.files.sockets.iter().try_for_each(fs::remove_file).map(Answer::from),
-            _ => self.answer_about_log(operation, &name),
+            _ => self.handle_log_request(operation, &name),
         }
     }
 
     /// Does an operation on the redo log, as the server of an unconfined disk does it.
-    fn answer_about_log(&self, operation: u64, name: &OsStr) -> io::Result<Answer> {
+    fn handle_log_request(&self, operation: u64, name: &OsStr) -> io::Result<Answer> {
         let log = &self.files.redo;
-        let is_change =
-            [operation::CREATE_DIRECTORY, operation::CREATE, operation::REMOVE, operation::REMOVE_DIRECTORY];
-        if self.files.mode.readonly && is_change.contains(&operation) {
+        let is_check = [operation::CLAIM_DIRECTORY, operation::LIST, operation::OPEN_TO_PEEK].contains(&operation);
+        if !self.files.may_have_log && !is_check {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
-        let opened = |file: OwnedFd| Answer { number: 0, descriptor: Some(file) };
         match operation {
             operation::CREATE_DIRECTORY => log.create_directory().map(Answer::from),
             operation::CLAIM_DIRECTORY => {
@@ -158,7 +171,8 @@ impl Service {
             operation::CREATE => Ok(opened(into_descriptor(log.create(file_name(name)?)?)?)),
             operation::OPEN => Ok(opened(into_descriptor(log.open(file_name(name)?)?)?)),
             operation::OPEN_TO_PEEK => {
-                let file = log.open_to_peek(file_name(name)?)?;
+                // A file with another name is reported as no file of a log.
+                let file = file_name(name).ok().map_or(Ok(None), |name| log.open_to_peek(name))?;
                 Ok(Answer { number: 0, descriptor: file.map(OwnedFd::from) })
             }
             operation::REMOVE => log.remove(file_name(name)?).map(Answer::from),
@@ -191,13 +205,14 @@ fn peer_number(connection: impl AsFd) -> io::Result<u32> {
     u32::try_from(socket_peercred(connection)?.pid.as_raw_nonzero().get()).map_err(io::Error::other)
 }
 
-/// Rejects everything that is not the name of a file in the directory.
+/// Rejects everything that is not the name of a file of a log.
 fn file_name(name: &OsStr) -> io::Result<&str> {
-    let mut components = Path::new(name).components();
-    match (components.next(), components.next(), name.to_str()) {
-        (Some(Component::Normal(file)), None, Some(text)) if file == name => Ok(text),
-        _ => Err(io::ErrorKind::InvalidInput.into()),
-    }
+    let is_of_log = |name: &&str| *name == STATE_NAME || segment_epoch(name).is_some();
+    name.to_str().filter(is_of_log).ok_or_else(|| io::ErrorKind::InvalidInput.into())
+}
+
+fn opened(file: OwnedFd) -> Answer {
+    Answer { number: 0, descriptor: Some(file) }
 }
 
 fn into_descriptor(LocalFile(file): LocalFile) -> io::Result<OwnedFd> {

@@ -11,6 +11,7 @@ use crate::engine::{self, ConnectionId, EngineDisk, Handle, Settings};
 use crate::image::{Image, ImageError, OpenMode};
 use crate::keeper::{self, LogOptions};
 use crate::redo::error::RedoError;
+use crate::redo::offline::image_name;
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
 use crate::served_disk::{PendingDisk, ServedDisk};
@@ -92,7 +93,7 @@ impl Stopper {
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
 pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeError> {
-    let Service { image: path, mode, socket, control, redo, settings, is_awaiting_epoch, confine } = service;
+    let Service { image: path, mode, socket, control, mut redo, settings, is_awaiting_epoch, confine } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -101,10 +102,12 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     }
     let inspected = Image::inspect(&path)?;
     let broker = if confine {
+        let may_have_log = !mode.readonly && redo.directory_for(&inspected).is_some();
+        redo.image_name = image_name(&path);
         let redo = redo.files(&inspected, mode);
         let sockets = [socket.clone(), control.clone()];
         // It must not inherit the locked image.
-        Some(Arc::new(DiskBroker::start(BrokeredFiles { image: path.clone(), mode, redo, sockets })?))
+        Some(Arc::new(DiskBroker::start(BrokeredFiles { image: path.clone(), mode, redo, may_have_log, sockets })?))
     } else {
         None
     };
@@ -120,6 +123,7 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     // The image and the sockets are open, and there are no other threads yet. The redo log is read afterwards.
     if confine {
         confinement::of_server(&control).enter()?;
+        broker.iter().try_for_each(|broker| broker.end_process_with_it()).map_err(failed)?;
     }
     let (disk, engine_thread) = if is_awaiting_epoch {
         let (engine, engine_thread) = engine::start(EngineDisk::Awaited(image), settings, ring).map_err(failed)?;

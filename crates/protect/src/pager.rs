@@ -7,7 +7,7 @@
 
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager};
 use crate::fill_files::FillFiles;
-use crate::pager_confinement::confinement;
+use crate::pager_confinement::{GrantedFiles, confinement};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
@@ -16,10 +16,9 @@ use rekindle_store::{Image, StoreError};
 use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
-use std::error::Error;
 use std::fs::File;
-use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -155,7 +154,8 @@ struct MissingMemory {
     /// `None`: the previous pager was killed after the fill was complete.
     pager: Option<Pager>,
     files: FillFiles,
-    is_confined: bool,
+    /// Empty if this process is not confined.
+    granted: GrantedFiles,
 }
 
 impl MissingMemory {
@@ -174,10 +174,14 @@ impl MissingMemory {
         }
         // After the broker was started, which needs no keys.
         fill.read_keys()?;
+        let mut granted = GrantedFiles::default();
         if confine {
-            confinement(fill).enter()?;
+            let confinement = confinement(fill);
+            granted = GrantedFiles::of(&confinement);
+            confinement.enter()?;
+            files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }
-        Ok(Self { ram, pager, files, is_confined: confine })
+        Ok(Self { ram, pager, files, granted })
     }
 
     /// Loads pages until none is missing or `stop` is set. The caller holds the pager's lock.
@@ -188,7 +192,7 @@ impl MissingMemory {
         stop: &AtomicBool,
         on_event: &mut dyn FnMut(&PagerEvent),
     ) -> Result<Progress, FillError> {
-        let Self { ram, pager, files, is_confined } = self;
+        let Self { ram, pager, files, granted } = self;
         // While this lock is held, a protector cannot mistake the VM for one that still fills.
         let _write_record_lock;
         let progress = match pager {
@@ -199,7 +203,7 @@ impl MissingMemory {
                 let fill_order = recently_written_pages(image, fill);
                 let mut end_of_fill = EndOfFill { files: &files, write_record_lock: None };
                 let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
-                pages.ends_when_denied = is_confined;
+                pages.granted = granted;
                 let progress = pager.run_until(&mut pages, fill_order, stop, || end_of_fill.decide())?;
                 _write_record_lock = end_of_fill.write_record_lock;
                 progress
@@ -239,7 +243,7 @@ fn recently_written_pages<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<It
 struct EndOfFill<'a> {
     files: &'a FillFiles,
     /// Set when no protector uses the record any more; keeps protectors from using it.
-    write_record_lock: Option<File>,
+    write_record_lock: Option<Arc<File>>,
 }
 
 impl EndOfFill<'_> {
@@ -279,25 +283,16 @@ pub(crate) struct CheckpointPages<'a> {
     on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
     /// The error that was reported last, so that each error is reported once.
     last_error: Option<String>,
-    /// Do not retry if access to a file is denied: a confined process may use only the files that were there when it
-    /// started, and a file or directory may have been replaced. Another pager can use the new one.
-    ends_when_denied: bool,
+    /// If one of them was replaced, a failed read is not retried: this process may not use the new one, but another
+    /// pager can.
+    granted: GrantedFiles,
 }
 
 impl<'a> CheckpointPages<'a> {
     pub(crate) fn new(image: &'a Image, ram: &GuestRam, on_event: Option<&'a mut dyn FnMut(&PagerEvent)>) -> Self {
         let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
-        Self { image, positions, on_event, last_error: None, ends_when_denied: false }
+        Self { image, positions, on_event, last_error: None, granted: GrantedFiles::default() }
     }
-}
-
-/// Returns whether the kernel has denied access to a file.
-fn is_denied(error: &StoreError) -> bool {
-    let causes = std::iter::successors(Some(error as &(dyn Error + 'static)), |cause: &&(dyn Error + 'static)| {
-        Error::source(*cause)
-    });
-    let mut errors = causes.filter_map(|cause| cause.downcast_ref::<io::Error>());
-    errors.any(|error| error.kind() == io::ErrorKind::PermissionDenied)
 }
 
 impl PageSource for CheckpointPages<'_> {
@@ -312,7 +307,7 @@ impl PageSource for CheckpointPages<'_> {
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
-        if self.ends_when_denied && is_denied(error) {
+        if self.granted.is_any_replaced() {
             return None;
         }
         let text = error.to_string();
@@ -323,21 +318,5 @@ impl PageSource for CheckpointPages<'_> {
             self.last_error = Some(text);
         }
         Some(READ_RETRY_DELAY)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_denied_file_is_found_in_the_causes_of_an_error() {
-        let denied = |kind: io::ErrorKind| {
-            let source = Box::new(StoreError::Denied { store: "/store".into(), source: kind.into() });
-            is_denied(&source)
-        };
-        assert!(denied(io::ErrorKind::PermissionDenied));
-        assert!(!denied(io::ErrorKind::NotFound));
-        assert!(!is_denied(&StoreError::NotADirectory { store: "/store".into() }));
     }
 }

@@ -5,6 +5,7 @@ use rekindle_kernel::confinement::{Access, Calls, Confinement, Grant};
 use rekindle_store::StoreUrl;
 use std::env;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Files that name resolution and TLS read.
@@ -35,7 +36,7 @@ const RESOLVER: &str = "/etc/resolv.conf";
 /// Returns the confinement of the pager of `fill`.
 pub(crate) fn confinement(fill: &Fill) -> Confinement {
     let mut files = Vec::new();
-    let mut calls = Calls::FILES | Calls::USERFAULTFD;
+    let mut calls = Calls::FILES | Calls::MISSING_PAGES;
     let mut read = |path: &Path| files.push(Grant::new(path, Access::Read));
     if let StoreUrl::Directory(directory) = &fill.store {
         read(directory);
@@ -54,6 +55,32 @@ pub(crate) fn confinement(fill: &Fill) -> Confinement {
     Confinement { files, calls }
 }
 
+/// The files and directories that a confined process may use, as they were when it was confined.
+#[derive(Debug, Default)]
+pub(crate) struct GrantedFiles(Vec<(PathBuf, FileId)>);
+
+/// Device and inode.
+type FileId = (u64, u64);
+
+impl GrantedFiles {
+    /// Inspects the files of a confinement that is about to be entered.
+    pub(crate) fn of(confinement: &Confinement) -> Self {
+        let granted = confinement.files.iter().filter_map(|grant| Some((grant.path.clone(), file_id(&grant.path)?)));
+        Self(granted.collect())
+    }
+
+    /// Returns whether another file has the path of one of them now: a renewed certificate, another mount.
+    pub(crate) fn is_any_replaced(&self) -> bool {
+        // A missing file may be in the middle of a replacement.
+        self.0.iter().any(|(path, id)| file_id(path).is_some_and(|current| current != *id))
+    }
+}
+
+fn file_id(path: &Path) -> Option<FileId> {
+    let metadata = fs::metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino()))
+}
+
 /// Returns the resolver's configuration. Programs that change it replace the file, so its directory is granted if the
 /// file is a link to a directory of such a program.
 fn resolver_files() -> Vec<PathBuf> {
@@ -70,6 +97,7 @@ fn resolver_files() -> Vec<PathBuf> {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use rekindle_kernel::userfault::abi;
     use rekindle_testing::hostile::{Attempt, Outcome, run};
     use rekindle_vm::rundir::RunDir;
     use serde_json::json;
@@ -80,6 +108,23 @@ mod tests {
     fn fill(store: &str) -> Fill {
         let vmm = json!({"binary": "/qemu", "pid": 1, "started": 1, "directory": "/vmm-1"});
         serde_json::from_value(json!({"format": 1, "store": store, "number": 1, "vmm": vmm, "blocks": []})).unwrap()
+    }
+
+    #[test]
+    fn a_replaced_file_is_noticed_and_a_missing_or_changed_one_is_not_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
+        fs::write(&file, "1").unwrap();
+        let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES });
+        fs::write(&file, "2").unwrap();
+        assert!(!granted.is_any_replaced());
+        // The first file stays, so that the new one has another inode.
+        fs::rename(&file, root.path().join("old")).unwrap();
+        assert!(!granted.is_any_replaced());
+        fs::write(&new, "3").unwrap();
+        fs::rename(&new, &file).unwrap();
+        assert!(granted.is_any_replaced());
     }
 
     #[test]
@@ -129,6 +174,9 @@ mod tests {
         }
         other_qemu.kill().unwrap();
         other_qemu.wait().unwrap();
+        // Supplying pages is allowed, registering other memory of QEMU is not.
+        assert_eq!(confined(&Attempt::Request(abi::COPY), &directory), Outcome::Failed(25), "ENOTTY");
+        assert_eq!(confined(&Attempt::Request(abi::REGISTER), &directory), Outcome::Killed(31), "SIGSYS");
         let own_superblock = store("own").join("superblock");
         assert_eq!(confined(&Attempt::Read(own_superblock.clone()), &directory), Outcome::Done);
         assert_ne!(

@@ -39,6 +39,8 @@ pub enum Attempt {
     RenameDirectory(PathBuf, PathBuf),
     /// Make the kernel send signals about a descriptor to the process.
     SetSignalOwner(u32),
+    /// Make this request (`ioctl`) of standard error, which rejects it with `ENOTTY`.
+    Request(u64),
     /// List a directory.
     List(PathBuf),
     /// Connect to this address.
@@ -131,6 +133,10 @@ impl Attempt {
                 let (socket, _other) = UnixStream::pair()?;
                 // SAFETY: the command takes a number.
                 checked(unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, *process) }.into())?;
+            }
+            Self::Request(request) => {
+                // SAFETY: standard error is no device that reads its argument.
+                checked(unsafe { libc::ioctl(2, *request, 0) }.into())?;
             }
             Self::List(path) => drop(fs::read_dir(path)?),
             Self::ConnectTcp(address) => drop(TcpStream::connect(address)?),

@@ -53,6 +53,8 @@ pub struct LogOptions {
     pub version: DiskVersion,
     /// Most bytes of the log; by default a quarter of the disk, at least 4 GiB.
     pub limit: Option<u64>,
+    /// The file name of the image, of a process that cannot find it any more; by default it is found.
+    pub image_name: Option<String>,
     /// The previous file name of a renamed image.
     pub renamed_from: Option<String>,
 }
@@ -173,13 +175,18 @@ pub fn open(image: &Image, options: LogOptions, broker: Option<Arc<DiskBroker>>)
     let has_directory = options.directory_for(image).is_some();
     let files = ServedFiles::new(options.files(image, image.mode), broker);
     let limit = options.limit.unwrap_or_else(|| (image.bytes / 4).max(MIN_DEFAULT_LIMIT));
-    let mut recovered = recover::open(files.clone(), image.bytes, options.version, limit)?;
-    let image_name = image_name(&image.path);
+    let mut recovered = if image.mode.readonly {
+        if LogDirectory::exists(&files)? {
+            return Err(RedoError::ReadOnly { path: files.path().to_owned() });
+        }
+        recover::require_no_log(files.path(), options.version)?;
+        None
+    } else {
+        recover::open(files.clone(), image.bytes, options.version, limit)?
+    };
+    let image_name = options.image_name.or_else(|| image_name(&image.path));
     if let (Some(recovered), Some(name)) = (&mut recovered, &image_name) {
         recovered.log_dir.check_image(name, options.renamed_from.as_deref())?;
-    }
-    if recovered.is_some() && image.mode.readonly {
-        return Err(RedoError::ReadOnly { path: files.path().to_owned() });
     }
     let synced = Synced::new(LocalFile(Arc::clone(&image.file)), Arc::clone(&image.durability));
     let mut opened = OpenedLog::new(files, recovered, synced, image.bytes, limit);

@@ -9,10 +9,12 @@ use super::{ConfinementError, check_single_thread};
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -27,8 +29,8 @@ use std::thread;
 const NUMBERS: usize = 4;
 /// Bytes of the integers of a request.
 const NUMBER_BYTES: usize = NUMBERS * 8;
-/// Bytes of an answer: error number and integer.
-const ANSWER_BYTES: usize = 16;
+/// Bytes of an answer: error number, integer, number of descriptors.
+const ANSWER_BYTES: usize = 24;
 /// Most bytes of a file name (`NAME_MAX` of `linux/limits.h`).
 const MAX_NAME_BYTES: usize = 255;
 
@@ -81,7 +83,7 @@ impl Broker {
         kept: CapabilitySet,
         answer: impl Fn(Request) -> io::Result<Answer> + Sync,
     ) -> Result<Self, ConfinementError> {
-        let failed = |source: io::Error| ConfinementError::Io { doing: "its broker cannot be started", source };
+        let failed = |source: io::Error| ConfinementError::Io { doing: "starting its broker", source };
         check_single_thread()?;
         let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let pairs = (0..connections).map(|_| pair()).collect::<Result<Vec<_>, _>>().map_err(|e| failed(e.into()))?;
@@ -113,6 +115,22 @@ impl Broker {
         }
     }
 
+    /// Ends this process when the child has ended: without it, the process can do only a part of its work.
+    ///
+    /// # Errors
+    /// Errors of starting a thread.
+    pub fn end_process_with_it(&self) -> io::Result<()> {
+        let connection = self.connections.first().ok_or(io::ErrorKind::NotConnected)?;
+        let connection = connection.lock().unwrap_or_else(PoisonError::into_inner).try_clone()?;
+        let wait = move || {
+            // Only the end of the connection is an event.
+            while poll(&mut [PollFd::new(&connection, PollFlags::empty())], None) != Ok(1) {}
+            tracing::error!("its broker has ended, so this process ends");
+            std::process::exit(1)
+        };
+        thread::Builder::new().name("broker".into()).spawn(wait).map(drop)
+    }
+
     /// Sends a request of integers, and waits for the answer.
     ///
     /// # Errors
@@ -140,11 +158,12 @@ impl Broker {
         send(&socket, &[numbers.map(u64::to_ne_bytes).as_flattened(), name.as_bytes()], descriptor)?;
         let mut bytes = [0; ANSWER_BYTES];
         let (received, descriptor) = receive(&socket, &mut bytes)?;
-        let ([errno, number], ANSWER_BYTES) = (numbers_of(&bytes), received) else {
+        let ([errno, number, descriptors], ANSWER_BYTES) = (numbers_of(&bytes), received) else {
             return Err(io::ErrorKind::UnexpectedEof.into());
         };
         match i32::try_from(errno) {
-            Ok(0) => Ok(Answer { number, descriptor }),
+            Ok(0) if descriptors == u64::from(descriptor.is_some()) => Ok(Answer { number, descriptor }),
+            Ok(0) => Err(io::Error::other("a descriptor was lost on its way; the limit of open files may be reached")),
             Ok(errno) => Err(io::Error::from_raw_os_error(errno)),
             Err(_) => Err(io::ErrorKind::InvalidData.into()),
         }
@@ -165,7 +184,7 @@ fn send(socket: &OwnedFd, parts: &[&[u8]; 2], descriptor: Option<BorrowedFd<'_>>
 
 /// Receives one packet, up to the length of `bytes`. Returns its length, which is 0 at the end of the connection.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
-    // The kernel closes further descriptors.
+    // Further descriptors are closed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {
@@ -197,16 +216,20 @@ fn exit(status: i32) -> ! {
 fn serve(connections: &[OwnedFd], kept: CapabilitySet, answer: &(impl Fn(Request) -> io::Result<Answer> + Sync)) -> ! {
     let kept_descriptors: Vec<RawFd> = connections.iter().map(AsRawFd::as_raw_fd).collect();
     show_as("rekindle broker");
+    raise_descriptor_limit();
     if close_others(&kept_descriptors).is_err() || capabilities::reduce_to(kept).is_err() {
         exit(1);
     }
     thread::scope(|scope| {
         for connection in connections {
-            scope.spawn(move || {
+            let started = thread::Builder::new().spawn_scoped(scope, move || {
                 // Also a panic ends the process: the other one must not wait for an answer.
                 let _ = std::panic::catch_unwind(AssertUnwindSafe(|| while answer_next(connection, answer).is_ok() {}));
                 exit(0)
             });
+            if started.is_err() {
+                exit(1);
+            }
         }
     });
     exit(0)
@@ -218,12 +241,16 @@ fn answer_next(connection: &OwnedFd, answer: impl Fn(Request) -> io::Result<Answ
     let request = bytes.get(..received).and_then(|packet| packet.split_at_checked(NUMBER_BYTES));
     let (numbers, name) = request.ok_or(io::ErrorKind::UnexpectedEof)?;
     let request = Request { numbers: numbers_of(numbers), name: OsString::from_vec(name.to_vec()), descriptor };
-    let (errno, answer) = match answer(request) {
-        Ok(answer) => (0, answer),
-        Err(e) => (errno(&e), Answer::default()),
-    };
-    let numbers = [i64::from(errno).to_ne_bytes(), answer.number.to_ne_bytes()];
-    send(connection, &[numbers.as_flattened(), &[]], answer.descriptor.as_ref().map(AsFd::as_fd))
+    match answer(request).and_then(|answer| send_answer(connection, 0, &answer)) {
+        Ok(()) => Ok(()),
+        // Also if the descriptor could not be sent: then nothing was sent.
+        Err(e) => send_answer(connection, errno(&e), &Answer::default()),
+    }
+}
+
+fn send_answer(connection: &OwnedFd, errno: i32, Answer { number, descriptor }: &Answer) -> io::Result<()> {
+    let numbers = [i64::from(errno).to_ne_bytes(), number.to_ne_bytes(), u64::from(descriptor.is_some()).to_ne_bytes()];
+    send(connection, &[numbers.as_flattened(), &[]], descriptor.as_ref().map(AsFd::as_fd))
 }
 
 /// Returns the number of an error. [`io::Error::from_raw_os_error`] gets the same kind of error from it.
@@ -238,6 +265,13 @@ fn errno(error: &io::Error) -> i32 {
         io::ErrorKind::Unsupported => libc::EOPNOTSUPP,
         _ => libc::EIO,
     })
+}
+
+/// Raises the limit of descriptors to the hard limit. The kernel compares it with the descriptors that all processes of the
+/// user have sent and that were not received yet: another process could prevent answers.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Replaces the arguments that `ps` shows, which are those of the other process.

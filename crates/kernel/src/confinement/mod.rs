@@ -88,7 +88,7 @@ impl Confinement {
         }
         files::restrict(self)?;
         capabilities::reduce_to(kept)
-            .map_err(|source| ConfinementError::Io { doing: "its capabilities cannot be dropped", source })?;
+            .map_err(|source| ConfinementError::Io { doing: "dropping its capabilities", source })?;
         system_calls::install(self.calls)
     }
 }
@@ -104,7 +104,7 @@ fn needs_privilege_for_userfaultfd() -> bool {
 fn check_single_thread() -> Result<(), ConfinementError> {
     /// How long the kernel may take to remove a thread that has ended.
     const END_TIMEOUT: Duration = Duration::from_millis(100);
-    let failed = |source| ConfinementError::Io { doing: "its threads cannot be counted", source };
+    let failed = |source| ConfinementError::Io { doing: "counting its threads", source };
     let started = Instant::now();
     loop {
         match fs::read_dir("/proc/self/task").map_err(failed)?.count() {

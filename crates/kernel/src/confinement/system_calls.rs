@@ -4,6 +4,7 @@
 //! version was seen to use: a missing call would kill a helper in a rare moment.
 
 use super::ConfinementError;
+use crate::userfault::abi;
 use bitflags::bitflags;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
@@ -23,6 +24,8 @@ bitflags! {
         const RING = 4;
         /// Wait for missing pages of its own memory.
         const USERFAULTFD = 8;
+        /// Supply the missing pages of another process, through a userfaultfd that is open already and registered.
+        const MISSING_PAGES = 32;
         /// Connect to other hosts, with name resolution.
         const NETWORK = 16;
     }
@@ -130,7 +133,6 @@ const FILES: &[i64] = &[
     libc::SYS_getdents64,
     libc::SYS_getcwd,
     libc::SYS_statfs,
-    libc::SYS_truncate,
     libc::SYS_mkdir,
     libc::SYS_mkdirat,
     libc::SYS_rmdir,
@@ -244,6 +246,12 @@ fn allowed(calls: Calls) -> Result<Rules, seccompiler::BackendError> {
     if calls.contains(Calls::NETWORK) {
         // The resolver, for a name server with a link-local address.
         requests.push(low(1, Op::Eq, libc::SIOCGIFINDEX)?);
+    }
+    if calls.contains(Calls::MISSING_PAGES) {
+        // Not `REGISTER`: with it, other memory of that process could be changed.
+        for request in [abi::WAKE, abi::COPY, abi::ZEROPAGE, abi::UNREGISTER, abi::WRITEPROTECT] {
+            requests.push(low(1, Op::Eq, request)?);
+        }
     }
     if calls.contains(Calls::USERFAULTFD) {
         requests.push(low(1, Op::MaskedEq(DRIVER_BITS), USERFAULTFD_DRIVER)?);

@@ -217,6 +217,7 @@ fn service(arguments: DiskServe, confine: bool) -> Service {
             directory: arguments.redo,
             version,
             limit: arguments.redo_limit.map(|limit| limit.as_u64()),
+            image_name: None,
             renamed_from: arguments.image_renamed_from,
         },
         settings,
