@@ -4,7 +4,9 @@ Two equal guests, a *pair*, are measured by turns: one with all sandboxes (`on`)
 """
 
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +28,8 @@ from .ways import turns
 MEMORY_MIB = 512
 ACCESSES = {"disk": ("randread", 16, ("--direct=1",)), "disk-write": ("randwrite", 2, ("--direct=1", "--fdatasync=1"))}
 """Accesses of 4 KiB at random by `Row.what`: mode, MiB and options of fio. Each write is followed by a flush."""
+PAGER_POLL_S = 0.02
+"""Seconds between two searches for the pager."""
 _FILTERS = re.compile(r"^Seccomp_filters:\s+(\d+)$", re.MULTILINE)
 
 
@@ -105,24 +109,36 @@ def _pagers(side: Side) -> list[int]:
     return found
 
 
-def check(side: Side, *, is_filling: bool = False) -> None:
-    """Raises unless the QEMU and the disk server of a guest have filters or none, as its side must.
+def _require_side(side: Side, name: str, filters: int | None) -> None:
+    """Raises unless a process with this number of filters belongs to the side. `None`: the process has ended."""
+    inherited = _filters("self")  # this process may have filters, too, which its children inherit
+    if filters is not None and inherited is not None and (filters > inherited) != side.guest.sandboxed:
+        raise RekindleError(f"{side.guest.name}: {name} has {filters - inherited} system call filters")
 
-    `is_filling`: the guest was restored just now. Then its pager is checked, too.
-    """
-    pagers = _pagers(side)
-    if is_filling and not pagers:
-        raise RekindleError(f"{side.guest.name}: its pager is missing")
+
+def check(side: Side) -> None:
+    """Raises unless the QEMU and the disk server of a guest have filters or none, as its side must."""
     shown = side.env.rekindle.show(side.guest.name)
     server = next((helper["pid"] for helper in shown["helpers"] if helper["helper"] == "disk:disk0"), None)
     if server is None:
         raise RekindleError(f"{side.guest.name}: the server of its disk is missing: {shown['helpers']}")
-    named = [("QEMU", shown["vmm"]["pid"]), ("the disk server", server), *(("the pager", pid) for pid in pagers)]
-    for name, pid in named:
-        # This process may have filters, too, which its children inherit.
-        count, inherited = _filters(pid), _filters("self")
-        if count is not None and inherited is not None and (count > inherited) != side.guest.sandboxed:
-            raise RekindleError(f"{side.guest.name}: {name} has {count - inherited} system call filters")
+    _require_side(side, "QEMU", _filters(shown["vmm"]["pid"]))
+    _require_side(side, "the disk server", _filters(server))
+
+
+def _checked_restore(side: Side) -> None:
+    """Restores a guest without measuring it, and checks all of its processes, also its pager."""
+    counts: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        restore = pool.submit(side.crash_and_restore)
+        while not restore.done():
+            counts += [count for pid in _pagers(side) if (count := _filters(pid)) is not None]
+            time.sleep(PAGER_POLL_S)
+        side.env.wait_filled(side.guest.name, restore.result().resumed_host_us)
+    if not counts:
+        raise RekindleError(f"{side.guest.name}: no pager was seen during its restore")
+    _require_side(side, "the pager", max(counts))  # it has its filter only some time after its start
+    check(side)
 
 
 def _reboot_vmm(side: Side, round_number: int) -> None:
@@ -200,8 +216,6 @@ def _measure(env: CacheEnvironment, pair: Pair) -> None:
         first_commit(side.env.rekindle, side.guest, side.store)
     pair.by_turns("protect", _checkpoint)
     env.log("sandboxes: restores")
-    for side in pair.sides.values():  # a restore that is not measured, since it is checked while memory is loaded
-        restored = side.crash_and_restore()
-        check(side, is_filling=True)
-        side.env.wait_filled(side.guest.name, restored.resumed_host_us)
+    for side in pair.sides.values():
+        _checked_restore(side)
     pair.by_turns("restore", _restore)
