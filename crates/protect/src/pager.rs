@@ -10,7 +10,7 @@ use crate::pager_confinement::{PagerBroker, confinement};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
-use rekindle_pages::{BlockId, Page, PageNo, ZERO_PAGE};
+use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_store::{Image, StoreError};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::{disks, fault};
@@ -287,6 +287,11 @@ impl<'a> CheckpointPages<'a> {
         let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
         Self { image, positions, on_event, last_error: None }
     }
+
+    /// Returns the position in the checkpoint of a RAM block of the guest.
+    fn position(&self, block: BlockId) -> Option<BlockId> {
+        self.positions.get(block.0).copied().flatten()
+    }
 }
 
 impl PageSource for CheckpointPages<'_> {
@@ -294,10 +299,15 @@ impl PageSource for CheckpointPages<'_> {
 
     fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, StoreError> {
         // A page that the checkpoint does not have is an error that names it, never zeros.
-        let position = self.positions.get(block.0).copied().flatten().unwrap_or(BlockId(usize::MAX));
+        let position = self.position(block).unwrap_or(BlockId(usize::MAX));
         self.image.read_page((position, page), buffer)?;
         self.last_error = None;
         Ok(if *buffer == ZERO_PAGE { Content::Zero } else { Content::Data })
+    }
+
+    fn will_fetch(&mut self, pages: &[PageId]) {
+        let stored = pages.iter().filter_map(|(block, page)| Some((self.position(*block)?, *page)));
+        self.image.start_reads(&stored.collect::<Vec<_>>());
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {

@@ -24,15 +24,16 @@ use crate::directory::StoreDirectory;
 use crate::error::{BadPage, Result, StoreError};
 use crate::format::base::{IndexEntry, Location};
 use crate::format::entry::{Entry, Section};
-use crate::format::manifest::CheckpointTable;
+use crate::format::manifest::{CheckpointTable, SegmentExtent};
 use crate::format::names;
 use crate::format::page::{StoredPage, unpack};
 use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYTES};
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
-use crate::segments::OpenSegments;
+use crate::segments::{OpenSegment, OpenSegments};
 use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
+use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Limit of a combined read, in bytes.
@@ -219,39 +220,66 @@ impl LocalImage {
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<StoredPage>> {
         self.with_index(|index| {
             let mut stored = Vec::with_capacity(pages.len());
-            let mut wanted = Vec::with_capacity(pages.len());
-            for (position, id) in pages.iter().enumerate() {
-                let IndexEntry { location, digest } = self.find(index, *id)?;
-                stored.push(StoredPage { digest, bytes: Vec::new() });
-                // Length 0 means a page of zeros, for which nothing is stored: there is nothing to read.
-                if location.len() != 0 {
-                    wanted.push(WantedPage { location, id: *id, position });
-                }
-            }
-            // A location's number orders by segment, then by offset.
-            wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
-            let mut remaining = wanted.as_slice();
-            while !remaining.is_empty() {
-                let (group, others) = remaining.split_at(count_for_one_read(remaining));
-                self.read_group(index, group, &mut stored)?;
-                remaining = others;
+            let wanted = self.locate(index, pages, |digest| stored.push(StoredPage { digest, bytes: Vec::new() }))?;
+            for read in self.start_groups(index, &wanted)? {
+                self.read_group(index, &read, &mut stored)?;
             }
             Ok(stored)
         })
     }
 
-    /// Reads pages that are close together with one read, and adds their bytes to `stored`.
-    fn read_group(&self, index: &Index, group: &[WantedPage], stored: &mut [StoredPage]) -> Result<()> {
+    /// Starts to read pages that will be read soon.
+    pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<()> {
+        self.with_index(|index| self.start_groups(index, &self.locate(index, pages, |_| {})?).map(drop))
+    }
+
+    /// Returns those of the pages that have stored bytes, sorted by location. Passes the digest of each page to `take`.
+    fn locate(&self, index: &Index, pages: &[PageId], mut take: impl FnMut(u64)) -> Result<Vec<WantedPage>> {
+        let mut wanted = Vec::with_capacity(pages.len());
+        for (position, id) in pages.iter().enumerate() {
+            let IndexEntry { location, digest } = self.find(index, *id)?;
+            take(digest);
+            // Length 0 means a page of zeros, for which nothing is stored: there is nothing to read.
+            if location.len() != 0 {
+                wanted.push(WantedPage { location, id: *id, position });
+            }
+        }
+        // A location's number orders by segment, then by offset.
+        wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
+        Ok(wanted)
+    }
+
+    /// Starts to read sorted pages, those that are close together with one read.
+    fn start_groups<'a>(&self, index: &Index, wanted: &'a [WantedPage]) -> Result<Vec<GroupRead<'a>>> {
+        let mut reads = Vec::new();
+        let mut remaining = wanted;
+        while !remaining.is_empty() {
+            let (group, others) = remaining.split_at(count_for_one_read(remaining));
+            reads.extend(self.start_group(index, group)?);
+            remaining = others;
+        }
+        Ok(reads)
+    }
+
+    /// Starts to read pages that are close together.
+    fn start_group<'a>(&self, index: &Index, group: &'a [WantedPage]) -> Result<Option<GroupRead<'a>>> {
         // The group is sorted by location, so its first page has the lowest offset.
-        let Some(first) = group.first() else { return Ok(()) };
+        let Some(first) = group.first() else { return Ok(None) };
         let begin = first.location.offset();
         let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
-        let Some(extent) = index.segments.get(first.location.segment()) else { return Ok(()) };
-        let segment = self.open_segments.get(&self.store, *extent)?;
+        let Some(extent) = index.segments.get(first.location.segment()).copied() else { return Ok(None) };
+        let segment = self.open_segments.get(&self.store, extent)?;
+        segment.file.start_read(begin..end);
+        Ok(Some(GroupRead { pages: group, extent, segment, range: begin..end }))
+    }
+
+    /// Reads pages that are close together with one read, and adds their bytes to `stored`.
+    fn read_group(&self, index: &Index, read: &GroupRead<'_>, stored: &mut [StoredPage]) -> Result<()> {
+        let GroupRead { pages, extent, segment, range: Range { start: begin, end } } = read;
         let name = names::segment(extent.epoch, extent.number);
-        let bytes = self.store.read_at(&segment.file, &name, begin, (end - begin) as usize)?;
-        for wanted in group {
-            let offset = (wanted.location.offset() - begin) as usize;
+        let bytes = self.store.read_at(&segment.file, &name, *begin, (end - begin) as usize)?;
+        for wanted in *pages {
+            let offset = (wanted.location.offset() - *begin) as usize;
             let page_bytes = bytes
                 .get(offset..offset + usize::from(wanted.location.len()))
                 .ok_or_else(|| self.bad_page(index, wanted.id, wanted.location, "the file ends before it"))?;
@@ -353,6 +381,14 @@ impl WantedPage {
     fn end(&self) -> u64 {
         self.location.offset() + u64::from(self.location.len())
     }
+}
+
+/// A read of pages that are close together.
+struct GroupRead<'a> {
+    pages: &'a [WantedPage],
+    extent: SegmentExtent,
+    segment: Arc<OpenSegment>,
+    range: Range<u64>,
 }
 
 /// Returns how many of the first pages are close enough to be read with one read. The pages are sorted by location.

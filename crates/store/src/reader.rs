@@ -197,6 +197,17 @@ impl Image {
         }
     }
 
+    /// Starts to read pages that will be read soon, several requests at a time, as a hint. Has an effect only for a store in
+    /// an object store.
+    pub fn start_reads(&self, pages: &[PageId]) {
+        if let Source::Local(local) = &self.source
+            && let Err(e) = local.start_reads(pages)
+        {
+            // Reading the page itself reports the error.
+            tracing::debug!("cannot read ahead: {e}");
+        }
+    }
+
     /// Reads pages of any blocks, and passes them to `take` in the given order.
     ///
     /// # Errors

@@ -153,6 +153,8 @@ pub(super) struct BackgroundAttempt {
     /// Failed attempts of the current batch.
     pub(super) failures: u32,
     pub(super) due: Instant,
+    /// Number of the next runs that were announced to the source.
+    pub(super) announced: usize,
 }
 
 /// Fills the missing pages of a QEMU. If the pager is dropped or killed, QEMU keeps its own descriptor and blocked
@@ -315,7 +317,7 @@ impl Pager {
             pending: BTreeMap::new(),
             progress: Progress::default(),
             neighbours: Vec::new(),
-            background: BackgroundAttempt { failures: 0, due: Instant::now() },
+            background: BackgroundAttempt { failures: 0, due: Instant::now(), announced: 0 },
             buffer: Vec::new(),
         })
     }

@@ -3,7 +3,7 @@
 use super::pager::{BlockPage, Completion, Pager, PagerError, PendingFault, Progress, is_alive};
 use super::source::{Content, PageSource};
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
-use rekindle_pages::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, PageNo};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::collections::VecDeque;
 use std::io;
@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Bytes per background batch. Small, because a fault that occurs during a batch waits for its end.
 const BACKGROUND_BATCH_BYTES: u64 = 256 << 10;
+/// Runs that are announced to the source before they are filled: 16 MiB of single pages.
+const ANNOUNCED_RUNS: usize = 4096;
 /// Pages on each side of a faulted page that are filled next, because they are likely to be needed (HydraVM, figure 5).
 const NEIGHBOURS: u64 = 16;
 /// Neighbours filled per batch, nearest first.
@@ -339,6 +341,7 @@ impl Pager {
         order: &mut VecDeque<(usize, Range<u64>)>,
         source: &mut S,
     ) -> Result<bool, PagerError> {
+        self.announce(order, source);
         while let Some((block, run)) = order.front_mut() {
             let block = *block;
             if let Some(paged) = self.blocks.get(block) {
@@ -351,8 +354,27 @@ impl Pager {
                 }
             }
             order.pop_front();
+            self.background.announced = self.background.announced.saturating_sub(1);
         }
         Ok(false)
+    }
+
+    /// Announces the missing pages among the next runs of `order` to the source, so that it can read several at a time.
+    fn announce<S: PageSource>(&mut self, order: &VecDeque<(usize, Range<u64>)>, source: &mut S) {
+        let announced = self.background.announced;
+        if announced > ANNOUNCED_RUNS / 2 || announced == order.len() {
+            return;
+        }
+        let next = order.iter().skip(announced).take(ANNOUNCED_RUNS - announced);
+        // Longer runs are the rest of a block, of which hardly any page is missing.
+        let single_pages = next.filter(|(_, run)| run.end - run.start <= PAGE_SIZE as u64);
+        let missing = single_pages.filter_map(|(block, run)| {
+            let paged = self.blocks.get(*block)?;
+            paged.next_missing(&paged.pages_overlapping(run), 1)?;
+            Some((paged.id, PageNo::containing(run.start)))
+        });
+        source.will_fetch(&missing.collect::<Vec<_>>());
+        self.background.announced = order.len().min(ANNOUNCED_RUNS);
     }
 
     /// Fetches and fills pages in the background. If that fails, schedules the next attempt.

@@ -1,6 +1,6 @@
 //! The source of missing pages.
 
-use rekindle_pages::{BlockId, Page, PageNo};
+use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -29,6 +29,9 @@ pub trait PageSource {
     ///
     /// `None` ends [`super::Pager::run`] with the error. A guest thread that needs the page stays blocked.
     fn retry(&mut self, error: &Self::Error, attempt: u32) -> Option<Duration>;
+
+    /// Announces pages that are fetched soon, in this order, as a hint: the source can start to read them.
+    fn will_fetch(&mut self, _pages: &[PageId]) {}
 
     /// Notifies the source that the guest's RAM has these pages (offsets in the block), whatever becomes of the source.
     fn supplied(&mut self, _block: BlockId, _offsets: Range<u64>) {}

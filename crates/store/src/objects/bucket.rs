@@ -1,7 +1,7 @@
 //! Requests to an object store. A small pool of threads sends them; callers wait.
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::FutureExt;
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, Error, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::Semaphore;
 use uuid::Uuid;
 
 /// Threads that send requests, in the whole process.
@@ -23,9 +24,8 @@ const CREATE_ATTEMPTS: u32 = 3;
 /// Wait before another attempt to create an object.
 const CREATE_DELAY: Duration = Duration::from_millis(50);
 
-/// Limit of a single GET. Larger ranges are read with several GETs in parallel.
-const MAX_GET_BYTES: u64 = 8 << 20;
-const MAX_PARALLEL_GETS: usize = 4;
+/// Limit of the GETs of ranges that are in flight.
+pub(crate) const MAX_PARALLEL_READS: usize = 8;
 
 /// Code of S3 for a bucket that does not exist.
 const NO_BUCKET: &str = "NoSuchBucket";
@@ -46,6 +46,8 @@ pub(super) struct Bucket {
     prefix: Path,
     name: String,
     runtime: &'static Handle,
+    /// Permits to send GETs of ranges.
+    reads: Semaphore,
 }
 
 /// Returns the pool of threads that send requests.
@@ -72,7 +74,7 @@ enum Created {
 impl Bucket {
     pub fn new(objects: Arc<dyn ObjectStore>, prefix: &str, name: String) -> io::Result<Self> {
         let prefix = Path::parse(prefix).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
-        Ok(Self { objects, prefix, name, runtime: runtime()? })
+        Ok(Self { objects, prefix, name, runtime: runtime()?, reads: Semaphore::new(MAX_PARALLEL_READS) })
     }
 
     pub fn name(&self) -> &str {
@@ -200,14 +202,18 @@ impl Bucket {
         })
     }
 
-    /// Reads a range of an object.
-    pub fn read(&self, name: &str, range: Range<u64>) -> io::Result<Vec<Bytes>> {
-        let path = self.path(name);
-        let begins = range.clone().step_by(MAX_GET_BYTES as usize);
-        let parts = begins.map(|begin| begin..(begin + MAX_GET_BYTES).min(range.end));
-        let path = &path;
-        let reads = stream::iter(parts.map(|part| async move { self.objects.get_range(path, part).await }));
-        self.wait(reads.buffered(MAX_PARALLEL_GETS).try_collect()).map_err(io_error)
+    /// Starts to read a range of an object. The result need not be awaited.
+    pub fn start_read(
+        self: &Arc<Self>,
+        name: &str,
+        range: Range<u64>,
+    ) -> impl Future<Output = io::Result<Bytes>> + use<> {
+        let (bucket, path) = (self.clone(), self.path(name));
+        let read = self.spawn(async move {
+            let _permit = bucket.reads.acquire().await;
+            bucket.objects.get_range(&path, range).await.map_err(io_error)
+        });
+        read.map(|result| result.unwrap_or_else(|e| Err(io::Error::other(e))))
     }
 }
 

@@ -17,6 +17,12 @@
 //! | `reading` | a file that is open for reading, and the cache of what was read |
 //! | `settings` | credentials, endpoint and certificates from the environment |
 
+#[cfg(test)]
+pub(crate) use {
+    bucket::MAX_PARALLEL_READS,
+    reading::{CHUNK_BYTES, CHUNKS_PER_GET},
+};
+
 mod bucket;
 mod new_file;
 mod reading;

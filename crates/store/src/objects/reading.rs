@@ -1,18 +1,27 @@
 //! A file that is open for reading. Objects are read in *chunks*, because a request takes longer than the transfer of
 //! what is near the wanted bytes: pages that were written together, and the directory before them.
+//!
+//! Adjacent chunks are read with one GET, and several GETs are in flight. A reader that reads chunk after chunk finds
+//! the next ones read or in flight (*read-ahead*), so that its speed does not depend on the latency of the server.
 
 use super::bucket::{Bucket, Front};
 use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Shared, ready};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-const CHUNK_BYTES: u64 = 256 << 10;
+pub(crate) const CHUNK_BYTES: u64 = 256 << 10;
 
-/// Chunks that are read together if the chunk before them was read, too.
-const READ_AHEAD_CHUNKS: u64 = 8;
+/// Limit of the chunks that one GET reads.
+pub(crate) const CHUNKS_PER_GET: u64 = 4;
+
+/// Limit of the chunks that are read ahead of a reader.
+const READ_AHEAD_CHUNKS: u64 = 4 * CHUNKS_PER_GET;
 
 /// Limit of the cache of a store.
 const CACHED_CHUNKS: usize = 128;
@@ -20,14 +29,68 @@ const CACHED_CHUNKS: usize = 128;
 /// An open object and the number of a chunk of it.
 type ChunkId = (u64, u64);
 
+/// A GET of adjacent chunks: in flight, or its result.
+#[derive(Debug, Clone)]
+struct Get {
+    first_chunk: u64,
+    result: Shared<BoxFuture<'static, Result<Bytes, Arc<io::Error>>>>,
+}
+
+impl Get {
+    fn has_failed(&self) -> bool {
+        matches!(self.result.clone().now_or_never(), Some(Err(_)))
+    }
+
+    /// Waits for the result, and returns a chunk of it.
+    fn wait(&self, bucket: &Bucket, chunk: u64) -> io::Result<Bytes> {
+        let bytes = bucket.wait(self.result.clone()).map_err(|e| io::Error::new(e.kind(), e))?;
+        let begin = ((chunk - self.first_chunk) * CHUNK_BYTES) as usize;
+        if begin >= bytes.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(bytes.slice(begin..bytes.len().min(begin + CHUNK_BYTES as usize)))
+    }
+}
+
+#[derive(Debug)]
+struct CachedChunk {
+    get: Get,
+    /// Number of the last use.
+    used: u64,
+}
+
 #[derive(Debug, Default)]
 struct CachedChunks {
-    chunks: HashMap<ChunkId, (Bytes, u64)>,
+    chunks: HashMap<ChunkId, CachedChunk>,
     /// Number of the last use.
     uses: u64,
 }
 
-/// The chunks that were used last.
+impl CachedChunks {
+    /// Returns the GET of a chunk, unless there was none or it has failed.
+    fn get(&mut self, id: ChunkId) -> Option<Get> {
+        self.uses += 1;
+        let cached = self.chunks.get_mut(&id).filter(|cached| !cached.get.has_failed())?;
+        cached.used = self.uses;
+        Some(cached.get.clone())
+    }
+
+    fn has(&self, id: ChunkId) -> bool {
+        self.chunks.get(&id).is_some_and(|cached| !cached.get.has_failed())
+    }
+
+    fn put(&mut self, id: ChunkId, get: Get) {
+        if self.chunks.len() >= CACHED_CHUNKS
+            && let Some(oldest) = self.chunks.iter().min_by_key(|(_, cached)| cached.used).map(|(id, _)| *id)
+        {
+            self.chunks.remove(&oldest);
+        }
+        self.uses += 1;
+        self.chunks.insert(id, CachedChunk { get, used: self.uses });
+    }
+}
+
+/// The chunks that were used last, and those in flight.
 #[derive(Debug, Default)]
 pub(super) struct ChunkCache {
     cached: Mutex<CachedChunks>,
@@ -38,31 +101,6 @@ pub(super) struct ChunkCache {
 impl ChunkCache {
     fn cached(&self) -> MutexGuard<'_, CachedChunks> {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn get(&self, id: ChunkId) -> Option<Bytes> {
-        let mut cached = self.cached();
-        cached.uses += 1;
-        let now = cached.uses;
-        let (bytes, used) = cached.chunks.get_mut(&id)?;
-        *used = now;
-        Some(bytes.clone())
-    }
-
-    fn has(&self, id: ChunkId) -> bool {
-        self.cached().chunks.contains_key(&id)
-    }
-
-    fn put(&self, id: ChunkId, bytes: Bytes) {
-        let mut cached = self.cached();
-        if cached.chunks.len() >= CACHED_CHUNKS
-            && let Some(oldest) = cached.chunks.iter().min_by_key(|(_, (_, used))| *used).map(|(id, _)| *id)
-        {
-            cached.chunks.remove(&oldest);
-        }
-        cached.uses += 1;
-        let now = cached.uses;
-        cached.chunks.insert(id, (bytes, now));
     }
 }
 
@@ -80,29 +118,53 @@ impl OpenObject {
     pub fn open(bucket: &Arc<Bucket>, cache: &Arc<ChunkCache>, name: &str) -> io::Result<Self> {
         let Front { bytes, len } = bucket.front(name, CHUNK_BYTES)?;
         let id = cache.opened.fetch_add(1, Ordering::Relaxed);
-        cache.put((id, 0), bytes);
+        let get = Get { first_chunk: 0, result: ready(Ok(bytes)).boxed().shared() };
+        cache.cached().put((id, 0), get);
         Ok(Self { bucket: bucket.clone(), cache: cache.clone(), name: name.to_owned(), id, len })
     }
 
-    /// Reads chunk `wanted`, and with it the next missing chunks up to chunk `last` and those that are read ahead.
-    fn fetch(&self, wanted: u64, last: u64) -> io::Result<Bytes> {
-        let is_sequential = wanted > 0 && self.cache.has((self.id, wanted - 1));
-        let ahead = if is_sequential { wanted + READ_AHEAD_CHUNKS - 1 } else { wanted };
-        let last = last.max(ahead).min((self.len - 1) / CHUNK_BYTES);
-        let end = (wanted + 1..=last).find(|chunk| self.cache.has((self.id, *chunk))).unwrap_or(last + 1);
-        let range = wanted * CHUNK_BYTES..(end * CHUNK_BYTES).min(self.len);
-        let mut first = None;
-        let mut chunk = wanted;
-        // The parts of a read are multiples of a chunk.
-        for part in self.bucket.read(&self.name, range)? {
-            for begin in (0..part.len()).step_by(CHUNK_BYTES as usize) {
-                let bytes = part.slice(begin..part.len().min(begin + CHUNK_BYTES as usize));
-                first.get_or_insert_with(|| bytes.clone());
-                self.cache.put((self.id, chunk), bytes);
+    /// Starts a GET of adjacent chunks.
+    fn start(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> Get {
+        let range = chunks.start * CHUNK_BYTES..(chunks.end * CHUNK_BYTES).min(self.len);
+        let read = self.bucket.start_read(&self.name, range).map(|result| result.map_err(Arc::new));
+        let get = Get { first_chunk: chunks.start, result: read.boxed().shared() };
+        chunks.for_each(|chunk| cached.put((self.id, chunk), get.clone()));
+        get
+    }
+
+    /// Returns the GET of each of `chunks`. Starts those that are missing.
+    fn gets(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> Vec<Get> {
+        let mut gets = Vec::new();
+        let mut chunk = chunks.start;
+        while chunk < chunks.end {
+            if let Some(get) = cached.get((self.id, chunk)) {
+                gets.push(get);
                 chunk += 1;
+                continue;
             }
+            let most = chunks.end.min(chunk + CHUNKS_PER_GET);
+            let end = (chunk + 1..most).find(|next| cached.has((self.id, *next))).unwrap_or(most);
+            let get = self.start(cached, chunk..end);
+            gets.extend((chunk..end).map(|_| get.clone()));
+            chunk = end;
         }
-        first.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+        gets
+    }
+
+    /// Starts the GETs of the chunks after `chunk` if those before it were read: the more of them, the more.
+    fn read_ahead(&self, cached: &mut CachedChunks, chunk: u64) {
+        let before =
+            (1..=READ_AHEAD_CHUNKS / 2).take_while(|n| *n <= chunk && cached.has((self.id, chunk - n))).count();
+        let end_of_object = self.len.div_ceil(CHUNK_BYTES);
+        let end = (chunk + 1 + 2 * before as u64).min(end_of_object);
+        let Some(missing) = (chunk + 1..end).find(|next| !cached.has((self.id, *next))) else { return };
+        // Whole GETs only, except where the next chunk is missing, and at the end of the object.
+        let whole_gets = (end - missing) / CHUNKS_PER_GET * CHUNKS_PER_GET;
+        if end == end_of_object || whole_gets == 0 && missing == chunk + 1 {
+            self.gets(cached, missing..end);
+        } else {
+            self.gets(cached, missing..missing + whole_gets);
+        }
     }
 }
 
@@ -113,14 +175,20 @@ fn read_only() -> io::Error {
 impl DurableFile for OpenObject {
     fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
         let end = self.len.min(offset.saturating_add(target.len() as u64));
+        if offset >= end {
+            return Ok(0);
+        }
+        let chunks = offset / CHUNK_BYTES..end.div_ceil(CHUNK_BYTES);
+        let gets = {
+            let mut cached = self.cache.cached();
+            let gets = self.gets(&mut cached, chunks.clone());
+            self.read_ahead(&mut cached, chunks.end - 1);
+            gets
+        };
         let mut filled = 0;
-        while offset + (filled as u64) < end {
+        for (chunk, get) in chunks.zip(gets) {
+            let bytes = get.wait(&self.bucket, chunk)?;
             let at = offset + filled as u64;
-            let chunk = at / CHUNK_BYTES;
-            let bytes = match self.cache.get((self.id, chunk)) {
-                Some(bytes) => bytes,
-                None => self.fetch(chunk, (end - 1) / CHUNK_BYTES)?,
-            };
             let begin = (at - chunk * CHUNK_BYTES) as usize;
             let available = bytes.get(begin..).filter(|available| !available.is_empty());
             let available = available.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -130,7 +198,17 @@ impl DurableFile for OpenObject {
             }
             filled += count;
         }
+        if offset + (filled as u64) < end {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         Ok(filled)
+    }
+
+    fn start_read(&self, range: Range<u64>) {
+        let end = self.len.min(range.end);
+        if range.start < end {
+            self.gets(&mut self.cache.cached(), range.start / CHUNK_BYTES..end.div_ceil(CHUNK_BYTES));
+        }
     }
 
     fn write_at(&self, _bytes: &[u8], _offset: u64) -> io::Result<()> {
