@@ -14,6 +14,7 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
@@ -45,7 +46,9 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
 
 pub(super) fn remote_host(arguments: &cli::RemoteHost) -> RemoteHost {
     let cli::RemoteHost { to, ssh, rekindle } = arguments;
-    RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
+    // Set if this process has its variables from a file. The other host has one of the same name.
+    let environment_file = std::env::var_os(cli::ENVIRONMENT_FILE).map(PathBuf::from);
+    RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone(), environment_file }
 }
 
 pub(super) fn describe(moved: &MoveReport) -> String {

@@ -5,7 +5,8 @@ use super::helpers::start_helpers;
 use super::moving;
 use super::protect::protect_settings;
 use crate::cli::{
-    CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod, StoreCredentials,
+    CheckpointOptions, DiskRule, ENVIRONMENT_FILE, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod,
+    StoreCredentials,
 };
 use crate::output::{Output, Usage};
 use anyhow::Result;
@@ -202,6 +203,9 @@ fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let files = [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file)];
     parameters.extend(files.into_iter().filter_map(|(name, value)| Some((name, path(value.as_ref()?)))));
     parameters.extend(key_command.clone().map(|command| ("key_command", command)));
+    // Set if this process has its variables from a file.
+    let environment_file = std::env::var_os(ENVIRONMENT_FILE).map(PathBuf::from);
+    parameters.extend(environment_file.map(|file| ("environment_file", path(&file))));
     parameters.push(("every", every.to_string()));
     parameters.push(("keep", keep.to_string()));
     parameters.extend(policy.map(|policy| ("policy", policy.to_string())));
