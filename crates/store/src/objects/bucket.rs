@@ -1,7 +1,6 @@
 //! Requests to an object store. A small pool of threads sends them; callers wait.
 
 use bytes::Bytes;
-use futures_util::FutureExt;
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, Error, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
@@ -13,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Semaphore;
+use tokio::sync::watch::{self, Receiver};
 use uuid::Uuid;
 
 /// Threads that send requests, in the whole process.
@@ -38,6 +38,9 @@ pub(super) struct Front {
     pub bytes: Bytes,
     pub len: u64,
 }
+
+/// The result of a GET, for all that wait for it.
+pub(super) type ReadResult = Result<Bytes, Arc<io::Error>>;
 
 /// The objects of a store.
 #[derive(Debug)]
@@ -202,18 +205,17 @@ impl Bucket {
         })
     }
 
-    /// Starts to read a range of an object. The result need not be awaited.
-    pub fn start_read(
-        self: &Arc<Self>,
-        name: &str,
-        range: Range<u64>,
-    ) -> impl Future<Output = io::Result<Bytes>> + use<> {
+    /// Starts to read a range of an object. Returns where the result will be. It need not be awaited.
+    pub fn start_read(self: &Arc<Self>, name: &str, range: Range<u64>) -> Receiver<Option<ReadResult>> {
         let (bucket, path) = (self.clone(), self.path(name));
-        let read = self.spawn(async move {
+        let (sender, receiver) = watch::channel(None);
+        self.runtime.spawn(async move {
             let _permit = bucket.reads.acquire().await;
-            bucket.objects.get_range(&path, range).await.map_err(io_error)
+            let read = bucket.objects.get_range(&path, range).await;
+            // Without a receiver, the result is not needed any more.
+            let _ = sender.send(Some(read.map_err(|e| Arc::new(io_error(e)))));
         });
-        read.map(|result| result.unwrap_or_else(|e| Err(io::Error::other(e))))
+        receiver
     }
 }
 

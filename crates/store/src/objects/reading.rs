@@ -4,16 +4,15 @@
 //! Adjacent chunks are read with one GET, and several GETs are in flight. A reader that reads chunk after chunk finds
 //! the next ones read or in flight (*read-ahead*), so that its speed does not depend on the latency of the server.
 
-use super::bucket::{Bucket, Front};
+use super::bucket::{Bucket, Front, ReadResult};
 use bytes::Bytes;
-use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, Shared, ready};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::watch::{self, Receiver};
 
 pub(crate) const CHUNK_BYTES: u64 = 256 << 10;
 
@@ -33,17 +32,29 @@ type ChunkId = (u64, u64);
 #[derive(Debug, Clone)]
 struct Get {
     first_chunk: u64,
-    result: Shared<BoxFuture<'static, Result<Bytes, Arc<io::Error>>>>,
+    /// `None`: in flight. Any number of threads can wait for it; inspecting it affects none of them.
+    result: Receiver<Option<ReadResult>>,
 }
 
 impl Get {
+    /// Returns a GET that has already ended.
+    fn ended(bytes: Bytes) -> Self {
+        Self { first_chunk: 0, result: watch::channel(Some(Ok(bytes))).1 }
+    }
+
     fn has_failed(&self) -> bool {
-        matches!(self.result.clone().now_or_never(), Some(Err(_)))
+        match &*self.result.borrow() {
+            Some(result) => result.is_err(),
+            // The task that reads was cancelled.
+            None => self.result.has_changed().is_err(),
+        }
     }
 
     /// Waits for the result, and returns a chunk of it.
     fn wait(&self, bucket: &Bucket, chunk: u64) -> io::Result<Bytes> {
-        let bytes = bucket.wait(self.result.clone()).map_err(|e| io::Error::new(e.kind(), e))?;
+        let mut receiver = self.result.clone();
+        let ended = bucket.wait(receiver.wait_for(Option::is_some)).map_err(io::Error::other)?.clone();
+        let bytes = ended.ok_or(io::ErrorKind::Interrupted)?.map_err(|e| io::Error::new(e.kind(), e))?;
         let begin = ((chunk - self.first_chunk) * CHUNK_BYTES) as usize;
         if begin >= bytes.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -118,16 +129,14 @@ impl OpenObject {
     pub fn open(bucket: &Arc<Bucket>, cache: &Arc<ChunkCache>, name: &str) -> io::Result<Self> {
         let Front { bytes, len } = bucket.front(name, CHUNK_BYTES)?;
         let id = cache.opened.fetch_add(1, Ordering::Relaxed);
-        let get = Get { first_chunk: 0, result: ready(Ok(bytes)).boxed().shared() };
-        cache.cached().put((id, 0), get);
+        cache.cached().put((id, 0), Get::ended(bytes));
         Ok(Self { bucket: bucket.clone(), cache: cache.clone(), name: name.to_owned(), id, len })
     }
 
     /// Starts a GET of adjacent chunks.
     fn start(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> Get {
         let range = chunks.start * CHUNK_BYTES..(chunks.end * CHUNK_BYTES).min(self.len);
-        let read = self.bucket.start_read(&self.name, range).map(|result| result.map_err(Arc::new));
-        let get = Get { first_chunk: chunks.start, result: read.boxed().shared() };
+        let get = Get { first_chunk: chunks.start, result: self.bucket.start_read(&self.name, range) };
         chunks.for_each(|chunk| cached.put((self.id, chunk), get.clone()));
         get
     }

@@ -606,3 +606,30 @@ fn a_chunk_that_could_not_be_read_ahead_is_read_when_it_is_needed() {
     }
     assert!(failed > 0);
 }
+
+/// Threads that only inspect a GET must not keep the one that waits for it from being woken.
+#[test]
+fn a_reader_is_woken_although_others_inspect_its_get() {
+    const READERS: u64 = 4;
+    let disk = MemoryObjects::default();
+    let shared = disk.shared();
+    let file = shared.disk.create("segments/x").unwrap();
+    file.write_at(&vec![7; 16 * CHUNK_BYTES as usize], 0).unwrap();
+    file.sync().unwrap();
+    disk.count_reads(|reads| reads.latency = Duration::from_millis(5));
+    let file = shared.disk.open("segments/x").unwrap();
+    std::thread::scope(|scope| {
+        for reader in 0..READERS {
+            let file = &file;
+            scope.spawn(move || {
+                for chunk in (reader..16).chain(0..reader) {
+                    let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
+                    (0..50).for_each(|_| file.start_read(range.clone()));
+                    let mut found = [0; 10];
+                    assert_eq!(file.read_at(&mut found, range.start + reader).unwrap(), 10);
+                    assert_eq!(found, [7; 10]);
+                }
+            });
+        }
+    });
+}
