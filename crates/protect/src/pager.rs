@@ -160,7 +160,7 @@ impl MissingMemory {
     /// Takes over the descriptors of QEMU, then confines this process, which has read nothing of the store yet. The
     /// previous pager may still serve.
     fn take_over(rundir: &RunDir, fill: &Fill, confine: bool) -> Result<Self, FillError> {
-        fill.read_keys()?;
+        fill.read_secrets()?;
         let process = fill.vmm.process();
         let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
         let mut pager = Pager::take_over(Injector::new(process)?, &ram, |id| fill.is_paged(id))?;

@@ -86,7 +86,7 @@ pub(crate) fn confinement(rundir: &RunDir, fill: &Fill) -> Confinement {
             name.to_str().is_some_and(|name| name.starts_with("AWS_") || name.starts_with("SSL_CERT_"))
         });
         let named_files = variables.map(|(_, value)| PathBuf::from(value)).filter(|path| path.is_absolute());
-        named_files.chain(fill.identity_files()).for_each(|path| read(&path));
+        named_files.chain(fill.connection_files()).for_each(|path| read(&path));
         resolver_files().iter().for_each(|path| read(path));
     }
     Confinement { files, calls }

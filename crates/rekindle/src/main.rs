@@ -4,7 +4,6 @@
 
 mod cli;
 mod commands;
-mod environment_file;
 mod output;
 mod progress;
 
@@ -18,10 +17,6 @@ fn main() -> ExitCode {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
     let output = Output::new(cli.json);
-    if let Some(Err(error)) = cli.environment_file.as_deref().map(environment_file::apply) {
-        output.error(&error);
-        return ExitCode::FAILURE;
-    }
     let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&output, arguments),
         Command::Ls => commands::show::list(&output),

@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -32,9 +31,6 @@ pub struct RemoteHost {
     pub ssh: String,
     /// Path of Rekindle on the host.
     pub rekindle: String,
-    /// File on the host with the variables of an object store.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub environment_file: Option<PathBuf>,
 }
 
 /// Why another host gives no answer.
@@ -78,11 +74,7 @@ pub enum ConnectionError {
 
 impl RemoteHost {
     fn remote_command(&self) -> String {
-        let rekindle = shell_quoted(&self.rekindle);
-        match &self.environment_file {
-            Some(file) => format!("{rekindle} --environment-file {} receive", shell_quoted(&file.to_string_lossy())),
-            None => format!("{rekindle} receive"),
-        }
+        format!("{} receive", shell_quoted(&self.rekindle))
     }
 
     fn command(&self) -> Command {
@@ -233,7 +225,7 @@ mod tests {
     use rekindle_vm::disks::Epochs;
 
     fn remote(ssh: &str, rekindle: &str) -> RemoteHost {
-        RemoteHost { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into(), environment_file: None }
+        RemoteHost { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
     }
 
     /// Returns a message of more than `bytes` bytes.

@@ -23,10 +23,6 @@ pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
-use std::path::PathBuf;
-
-/// The variable with the default of `--environment-file`. Helpers inherit it.
-pub const ENVIRONMENT_FILE: &str = "REKINDLE_ENVIRONMENT_FILE";
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
 #[derive(Debug, Parser)]
@@ -35,9 +31,6 @@ pub struct Cli {
     /// Print one JSON object instead of text.
     #[arg(long, global = true)]
     pub json: bool,
-    /// Read the variables of an object store (`AWS_...`) from this file, also for helpers and the other host of a move.
-    #[arg(long, global = true, value_name = "FILE", env = ENVIRONMENT_FILE, hide_env_values = true)]
-    pub environment_file: Option<PathBuf>,
     #[command(subcommand)]
     pub command: Command,
 }

@@ -14,7 +14,6 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::host::Host;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
@@ -46,9 +45,7 @@ pub fn start_move(output: &Output, arguments: &Move) -> Result<ExitCode> {
 
 pub(super) fn remote_host(arguments: &cli::RemoteHost) -> RemoteHost {
     let cli::RemoteHost { to, ssh, rekindle } = arguments;
-    // Set if this process has its variables from a file. The other host has one of the same name.
-    let environment_file = std::env::var_os(cli::ENVIRONMENT_FILE).map(PathBuf::from);
-    RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone(), environment_file }
+    RemoteHost { host: to.clone(), ssh: ssh.clone(), rekindle: rekindle.clone() }
 }
 
 pub(super) fn describe(moved: &MoveReport) -> String {

@@ -5,8 +5,7 @@ use super::helpers::start_helpers;
 use super::moving;
 use super::protect::protect_settings;
 use crate::cli::{
-    CheckpointOptions, DiskRule, ENVIRONMENT_FILE, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod,
-    StoreCredentials,
+    CheckpointOptions, DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod, StoreCredentials,
 };
 use crate::output::{Output, Usage};
 use anyhow::Result;
@@ -199,13 +198,11 @@ fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let CheckpointOptions { store, credentials, every, policy, keep, disk_hook, output_commit } =
         &arguments.checkpoints;
     let mut parameters = vec![("store", store.to_string())];
-    let StoreCredentials { cert, key, ca, key_file, key_command } = credentials;
-    let files = [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file)];
+    let StoreCredentials { cert, key, ca, key_file, key_command, environment_file } = credentials;
+    let files =
+        [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file), ("environment_file", environment_file)];
     parameters.extend(files.into_iter().filter_map(|(name, value)| Some((name, path(value.as_ref()?)))));
     parameters.extend(key_command.clone().map(|command| ("key_command", command)));
-    // Set if this process has its variables from a file.
-    let environment_file = std::env::var_os(ENVIRONMENT_FILE).map(PathBuf::from);
-    parameters.extend(environment_file.map(|file| ("environment_file", path(&file))));
     parameters.push(("every", every.to_string()));
     parameters.push(("keep", keep.to_string()));
     parameters.extend(policy.map(|policy| ("policy", policy.to_string())));

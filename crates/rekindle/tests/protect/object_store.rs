@@ -74,11 +74,13 @@ fn a_cluster_resource_uses_an_object_store_with_the_variables_of_a_file() {
     let vm = lab.vm("web").net(Net::None).memory("96M");
     let (definition, guest) = (vm.write(), vm.guest());
     let (store, file) = (format!("s3://{BUCKET}/web"), variables.to_str().unwrap());
-    let command = |words: &[&str]| lab.finish(lab.command(["--json", "--environment-file", file].iter().chain(words)));
-    let ocf = |action: &str| {
+    let prepared = |words: &[&str]| lab.command([words, &["--json", "--environment-file", file]].concat());
+    let command = |words: &[&str]| lab.finish(prepared(words));
+    let ocf_command = |action: &str| {
         let resource = ["--definition", definition.to_str().unwrap(), "--store", &store, "--every", "100ms"];
-        command(&[&["ocf", action, "web"][..], &resource].concat())
+        prepared(&[&["ocf", action, "web"][..], &resource].concat())
     };
+    let ocf = |action: &str| lab.finish(ocf_command(action));
     command(&["store", "init", &store]).status(1).prints(&["s3.env", "chmod 600"]);
     fs::set_permissions(&variables, Permissions::from_mode(0o600)).unwrap();
     command(&["store", "init", &store]).ok();
@@ -90,13 +92,18 @@ fn a_cluster_resource_uses_an_object_store_with_the_variables_of_a_file() {
     // The node fails: QEMU, protector and files are lost.
     crash(&guest);
     ocf("monitor").status(7);
-    assert_eq!(ocf("start").ok().json()["started"], "restored");
+    // The pager dies, and is started anew by a process that does not know the file.
+    let mut start = ocf_command("start");
+    start.env("REKINDLE_FAULT", "fill.end.locked:kill");
+    assert_eq!(lab.finish(start).ok().json()["started"], "restored");
+    wait_for("the pager to die, and a restart of it", DEADLINE, || {
+        let restarts = fs::read_to_string(guest.file("helpers.json")).unwrap_or_default();
+        restarts.contains("\"pager\"").then_some(())
+    });
     wait_filled(&guest);
     ocf("monitor").status(0);
     guest.only_qemu();
     let configured = lab.command([
-        "--environment-file",
-        file,
         "ocf",
         "show-config",
         "web",
@@ -104,8 +111,22 @@ fn a_cluster_resource_uses_an_object_store_with_the_variables_of_a_file() {
         definition.to_str().unwrap(),
         "--store",
         &store,
+        "--environment-file",
+        file,
     ]);
     lab.finish(configured).ok().prints(&[&format!("environment_file={file}")]);
+    // Without the file, the guest runs, and can be stopped: a failed stop would fence the node.
+    let away = lab.path("away.env");
+    fs::rename(&variables, &away).unwrap();
+    ocf("monitor").status(0);
+    let stopped = ocf("stop").ok().json();
+    assert!(stopped["lost"].is_string(), "{stopped}");
+    ocf("monitor").status(7);
+    ocf("start").status(1).prints(&["there is no environment file", "s3.env"]);
+    command(&["store", "ls", &store]).status(1).prints(&["s3.env"]);
+    fs::rename(&away, &variables).unwrap();
+    assert_eq!(ocf("start").ok().json()["started"], "restored");
+    wait_filled(&guest);
     ocf("stop").ok();
     ocf("monitor").status(7);
 }

@@ -15,7 +15,7 @@
 //! | `bucket` | requests, their retries and errors; the thread pool that sends them |
 //! | `new_file` | a file that is being written |
 //! | `reading` | a file that is open for reading, and the cache of what was read |
-//! | `settings` | credentials, endpoint and certificates from the environment |
+//! | `settings` | credentials, endpoint and certificates, from variables |
 
 #[cfg(test)]
 pub(crate) use {
@@ -29,6 +29,7 @@ mod reading;
 mod settings;
 
 use crate::disk::Disk;
+use crate::environment_file::Variables;
 use crate::format::names;
 use crate::url::ObjectAddress;
 use bucket::Bucket;
@@ -51,12 +52,12 @@ pub struct ObjectDisk {
 }
 
 impl ObjectDisk {
-    /// Prepares access to the objects at `address`. Sends no request.
+    /// Prepares access to the objects at `address`. Sends no request. `variables` replace those of the environment.
     ///
     /// # Errors
-    /// `InvalidInput` if the settings in the environment are wrong or incomplete.
-    pub fn new(address: &ObjectAddress) -> io::Result<Self> {
-        let objects = settings::s3(&address.bucket)?;
+    /// `InvalidInput` if the settings are wrong or incomplete.
+    pub(crate) fn new(address: &ObjectAddress, variables: &Variables) -> io::Result<Self> {
+        let objects = settings::s3(&address.bucket, variables)?;
         Self::with(objects, &address.prefix, address.to_string())
     }
 
