@@ -69,6 +69,11 @@ pub trait Disk: Debug + Send + Sync {
     fn can_append(&self) -> bool {
         true
     }
+    /// Returns whether each read takes the time of a request to a server, so that several at a time are worth their cost.
+    /// Otherwise, nothing is read before it is needed.
+    fn has_latency(&self) -> bool {
+        false
+    }
 }
 
 /// A local or mounted directory.

@@ -30,7 +30,7 @@ use crate::format::page::{StoredPage, unpack};
 use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYTES};
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
-use crate::segments::{OpenSegment, OpenSegments};
+use crate::segments::OpenSegments;
 use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
 use std::ops::Range;
@@ -221,16 +221,27 @@ impl LocalImage {
         self.with_index(|index| {
             let mut stored = Vec::with_capacity(pages.len());
             let wanted = self.locate(index, pages, |digest| stored.push(StoredPage { digest, bytes: Vec::new() }))?;
-            for read in self.start_groups(index, &wanted)? {
-                self.read_group(index, &read, &mut stored)?;
+            if self.store.disk.has_latency() {
+                for group in groups(&wanted) {
+                    self.start_group(index, group)?;
+                }
+            }
+            for group in groups(&wanted) {
+                self.read_group(index, group, &mut stored)?;
             }
             Ok(stored)
         })
     }
 
-    /// Starts to read pages that will be read soon.
+    /// Starts to read pages that will be read soon, if that saves time.
     pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<()> {
-        self.with_index(|index| self.start_groups(index, &self.locate(index, pages, |_| {})?).map(drop))
+        if !self.store.disk.has_latency() {
+            return Ok(());
+        }
+        self.with_index(|index| {
+            let wanted = self.locate(index, pages, |_| {})?;
+            groups(&wanted).try_for_each(|group| self.start_group(index, group))
+        })
     }
 
     /// Returns those of the pages that have stored bytes, sorted by location. Passes the digest of each page to `take`.
@@ -249,37 +260,22 @@ impl LocalImage {
         Ok(wanted)
     }
 
-    /// Starts to read sorted pages, those that are close together with one read.
-    fn start_groups<'a>(&self, index: &Index, wanted: &'a [WantedPage]) -> Result<Vec<GroupRead<'a>>> {
-        let mut reads = Vec::new();
-        let mut remaining = wanted;
-        while !remaining.is_empty() {
-            let (group, others) = remaining.split_at(count_for_one_read(remaining));
-            reads.extend(self.start_group(index, group)?);
-            remaining = others;
-        }
-        Ok(reads)
-    }
-
     /// Starts to read pages that are close together.
-    fn start_group<'a>(&self, index: &Index, group: &'a [WantedPage]) -> Result<Option<GroupRead<'a>>> {
-        // The group is sorted by location, so its first page has the lowest offset.
-        let Some(first) = group.first() else { return Ok(None) };
-        let begin = first.location.offset();
-        let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
-        let Some(extent) = index.segments.get(first.location.segment()).copied() else { return Ok(None) };
-        let segment = self.open_segments.get(&self.store, extent)?;
-        segment.file.start_read(begin..end);
-        Ok(Some(GroupRead { pages: group, extent, segment, range: begin..end }))
+    fn start_group(&self, index: &Index, group: &[WantedPage]) -> Result<()> {
+        if let Some((extent, range)) = place(index, group) {
+            self.open_segments.get(&self.store, extent)?.file.start_read(range);
+        }
+        Ok(())
     }
 
     /// Reads pages that are close together with one read, and adds their bytes to `stored`.
-    fn read_group(&self, index: &Index, read: &GroupRead<'_>, stored: &mut [StoredPage]) -> Result<()> {
-        let GroupRead { pages, extent, segment, range: Range { start: begin, end } } = read;
+    fn read_group(&self, index: &Index, group: &[WantedPage], stored: &mut [StoredPage]) -> Result<()> {
+        let Some((extent, Range { start: begin, end })) = place(index, group) else { return Ok(()) };
+        let segment = self.open_segments.get(&self.store, extent)?;
         let name = names::segment(extent.epoch, extent.number);
-        let bytes = self.store.read_at(&segment.file, &name, *begin, (end - begin) as usize)?;
-        for wanted in *pages {
-            let offset = (wanted.location.offset() - *begin) as usize;
+        let bytes = self.store.read_at(&segment.file, &name, begin, (end - begin) as usize)?;
+        for wanted in group {
+            let offset = (wanted.location.offset() - begin) as usize;
             let page_bytes = bytes
                 .get(offset..offset + usize::from(wanted.location.len()))
                 .ok_or_else(|| self.bad_page(index, wanted.id, wanted.location, "the file ends before it"))?;
@@ -383,12 +379,23 @@ impl WantedPage {
     }
 }
 
-/// A read of pages that are close together.
-struct GroupRead<'a> {
-    pages: &'a [WantedPage],
-    extent: SegmentExtent,
-    segment: Arc<OpenSegment>,
-    range: Range<u64>,
+/// Splits sorted pages into groups that are close enough to be read with one read each.
+fn groups(wanted: &[WantedPage]) -> impl Iterator<Item = &[WantedPage]> {
+    let mut remaining = wanted;
+    std::iter::from_fn(move || {
+        let (group, others) = remaining.split_at(count_for_one_read(remaining));
+        remaining = others;
+        Some(group).filter(|group| !group.is_empty())
+    })
+}
+
+/// Returns the segment of a sorted group of pages, and the range of bytes from the first to the last one.
+fn place(index: &Index, group: &[WantedPage]) -> Option<(SegmentExtent, Range<u64>)> {
+    // The first page has the lowest offset.
+    let first = group.first()?;
+    let begin = first.location.offset();
+    let end = group.iter().map(WantedPage::end).max()?;
+    Some((*index.segments.get(first.location.segment())?, begin..end))
 }
 
 /// Returns how many of the first pages are close enough to be read with one read. The pages are sorted by location.

@@ -146,4 +146,8 @@ impl Disk for ObjectDisk {
     fn can_append(&self) -> bool {
         false
     }
+
+    fn has_latency(&self) -> bool {
+        true
+    }
 }
