@@ -8,7 +8,7 @@
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager, try_lock_write_record};
 use crate::pager_confinement::{PagerBroker, confinement};
 use rekindle_kernel::inject::Injector;
-use rekindle_memory::missing::{Completion, Content, PageSource, Pager, Progress};
+use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_store::{Image, StoreError};
@@ -17,13 +17,17 @@ use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Delay before a failed read of a page is retried.
 const READ_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Pages whose order in the fill is determined in advance.
+const KNOWN_IN_ADVANCE: usize = 4096;
 /// Delay between two checks whether another pager has ended.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -86,7 +90,7 @@ pub fn serve(
     let _pager_lock = lock_pager(rundir)?;
     let fill = read_fill(rundir)?;
     let memory = MissingMemory::take_over(rundir, &fill, confine)?;
-    let image = fill.open_checkpoint()?;
+    let image = Arc::new(fill.open_checkpoint()?);
     memory.load(rundir, &fill, &image, stop, on_event)
 }
 
@@ -101,7 +105,7 @@ pub fn serve_after(
 ) -> Result<Progress, FillError> {
     let fill = read_fill(rundir)?;
     let memory = MissingMemory::take_over(rundir, &fill, confine)?;
-    let image = fill.open_checkpoint()?;
+    let image = Arc::new(fill.open_checkpoint()?);
     on_ready();
     let _pager_lock = loop {
         match lock_pager(rundir) {
@@ -182,7 +186,7 @@ impl MissingMemory {
         self,
         rundir: &RunDir,
         fill: &Fill,
-        image: &Image,
+        image: &Arc<Image>,
         stop: &AtomicBool,
         on_event: &mut dyn FnMut(&PagerEvent),
     ) -> Result<Progress, FillError> {
@@ -194,10 +198,15 @@ impl MissingMemory {
                 // The previous pager has ended.
                 pager.wake_blocked()?;
                 on_event(&PagerEvent::Serving { checkpoint: fill.number });
-                let fill_order = recently_written_pages(image, fill);
                 let mut end_of_fill = EndOfFill { rundir, fill, write_record_lock: None };
                 let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
-                let progress = pager.run_until(&mut pages, fill_order, stop, || end_of_fill.decide())?;
+                let progress = if image.has_latency() {
+                    let order = recently_written_pages_later(image.clone(), fill.clone());
+                    pager.run_in_order(&mut pages, order, stop, || end_of_fill.decide())?
+                } else {
+                    let order = recently_written_pages(image, fill);
+                    pager.run_until(&mut pages, order, stop, || end_of_fill.decide())?
+                };
                 _write_record_lock = end_of_fill.write_record_lock;
                 progress
             }
@@ -232,6 +241,25 @@ fn recently_written_pages<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<It
     image.hot().map_while(Result::ok).filter_map(move |(block, page)| {
         let filled_block = block_ids.iter().position(|id| *id == Some(block))?;
         Some((filled_block, page.offset()..page.next().offset()))
+    })
+}
+
+/// Returns the items of [`recently_written_pages`], which another thread determines. An item is `None` while the next one is
+/// not known yet.
+fn recently_written_pages_later(
+    image: Arc<Image>,
+    fill: Fill,
+) -> impl Iterator<Item = Option<(usize, Range<u64>)>> + use<> {
+    let (sender, receiver) = mpsc::sync_channel(KNOWN_IN_ADVANCE);
+    // It ends with the process, or after the receiver. It is not joined, since it may wait for a server.
+    thread::spawn(move || {
+        let sent = recently_written_pages(&image, &fill).map(|run| sender.send(run));
+        sent.take_while(Result::is_ok).for_each(drop);
+    });
+    std::iter::from_fn(move || match receiver.try_recv() {
+        Ok(run) => Some(Some(run)),
+        Err(TryRecvError::Empty) => Some(None),
+        Err(TryRecvError::Disconnected) => None,
     })
 }
 
@@ -294,6 +322,10 @@ impl<'a> CheckpointPages<'a> {
     }
 }
 
+fn content_of(page: &Page) -> Content {
+    if *page == ZERO_PAGE { Content::Zero } else { Content::Data }
+}
+
 impl PageSource for CheckpointPages<'_> {
     type Error = StoreError;
 
@@ -302,12 +334,40 @@ impl PageSource for CheckpointPages<'_> {
         let position = self.position(block).unwrap_or(BlockId(usize::MAX));
         self.image.read_page((position, page), buffer)?;
         self.last_error = None;
-        Ok(if *buffer == ZERO_PAGE { Content::Zero } else { Content::Data })
+        Ok(content_of(buffer))
     }
 
-    fn will_fetch(&mut self, pages: &[PageId]) {
-        let stored = pages.iter().filter_map(|(block, page)| Some((self.position(*block)?, *page)));
-        self.image.start_reads(&stored.collect::<Vec<_>>());
+    fn page_if_ready(
+        &mut self,
+        block: BlockId,
+        page: PageNo,
+        buffer: &mut Page,
+        need: Need,
+    ) -> Result<Option<Content>, StoreError> {
+        let position = self.position(block).unwrap_or(BlockId(usize::MAX));
+        let need = match need {
+            Need::Fault => rekindle_store::Need::Guest,
+            Need::Background => rekindle_store::Need::Background,
+        };
+        if !self.image.read_page_if_ready((position, page), buffer, need)? {
+            return Ok(None);
+        }
+        self.last_error = None;
+        Ok(Some(content_of(buffer)))
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        self.image.arrivals()
+    }
+
+    fn fetches_ahead(&self) -> bool {
+        self.image.has_latency()
+    }
+
+    fn will_fetch(&mut self, pages: &[PageId]) -> usize {
+        // Reading a page that the checkpoint does not have is an error, and a hint only then.
+        let stored = pages.iter().map(|(block, page)| (self.position(*block).unwrap_or(BlockId(usize::MAX)), *page));
+        self.image.start_reads(&stored.collect::<Vec<_>>())
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {

@@ -398,6 +398,11 @@ impl StoreError {
         }
     }
 
+    /// Returns whether a read has no result yet, and its caller must not wait.
+    pub(crate) fn is_would_block(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::WouldBlock)
+    }
+
     /// Returns whether the error is that a file was not found.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)

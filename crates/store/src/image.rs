@@ -30,10 +30,13 @@ use crate::format::page::{StoredPage, unpack};
 use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYTES};
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
+use crate::objects::schedule::Need;
+use crate::objects::waiting::{may_wait, without_waiting};
 use crate::segments::OpenSegments;
 use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Limit of a combined read, in bytes.
@@ -134,6 +137,10 @@ impl LocalImage {
     /// Rebuilds the index after damaged or missing data was found through the index `outdated`, unless another thread
     /// has rebuilt it since.
     fn rebuild_index(&self, outdated: Option<&Arc<Index>>, base_use: BaseIndexUse) -> Result<Arc<Index>> {
+        may_wait(|| self.rebuild_index_waiting(outdated, base_use))
+    }
+
+    fn rebuild_index_waiting(&self, outdated: Option<&Arc<Index>>, base_use: BaseIndexUse) -> Result<Arc<Index>> {
         let mut current = self.index.write().unwrap_or_else(PoisonError::into_inner);
         let is_usable = |index: &&Arc<Index>| outdated.is_none_or(|outdated| !Arc::ptr_eq(index, outdated));
         if let Some(index) = current.as_ref().filter(is_usable) {
@@ -221,27 +228,70 @@ impl LocalImage {
         self.with_index(|index| {
             let mut stored = Vec::with_capacity(pages.len());
             let wanted = self.locate(index, pages, |digest| stored.push(StoredPage { digest, bytes: Vec::new() }))?;
-            if self.store.disk.has_latency() {
-                for group in groups(&wanted) {
-                    self.start_group(index, group)?;
-                }
-            }
+            let mut unstarted = groups(&wanted).peekable();
             for group in groups(&wanted) {
+                // The groups after this one are on their way while this thread waits for it.
+                while self.store.disk.has_latency()
+                    && let Some(next) = unstarted.peek()
+                    && self.start_group(index, next)?
+                {
+                    unstarted.next();
+                }
                 self.read_group(index, group, &mut stored)?;
             }
             Ok(stored)
         })
     }
 
-    /// Starts to read pages that will be read soon, if that saves time.
-    pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<()> {
-        if !self.store.disk.has_latency() {
-            return Ok(());
+    /// Starts to read pages that will be read soon, as far as there is room. Returns for how many of the first pages there
+    /// was room. Does not wait.
+    pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<usize> {
+        let mut started = 0;
+        for pages in pages.chunks(PAGES_PER_READ) {
+            let is_complete = without_waiting(Need::Ahead, || {
+                self.with_index(|index| {
+                    let wanted = self.locate(index, pages, |_| {})?;
+                    for group in groups(&wanted) {
+                        if !self.start_group(index, group)? {
+                            return Ok(false);
+                        }
+                    }
+                    Ok(true)
+                })
+            });
+            match is_complete {
+                Ok(true) => started += pages.len(),
+                Ok(false) => break,
+                Err(e) if e.is_would_block() => break,
+                Err(e) => return Err(e),
+            }
         }
-        self.with_index(|index| {
-            let wanted = self.locate(index, pages, |_| {})?;
-            groups(&wanted).try_for_each(|group| self.start_group(index, group))
-        })
+        Ok(started)
+    }
+
+    /// Reads one page like [`LocalImage::read_page`], if that is possible without waiting for a server. Otherwise starts
+    /// to read it, and returns `false`: the caller tries again when [`LocalImage::arrivals`] is readable.
+    ///
+    /// # Errors
+    /// Errors of [`LocalImage::read_page`]. The next call tries again.
+    pub fn read_page_if_ready(&self, id: PageId, content: &mut Page, need: Need) -> Result<bool> {
+        match without_waiting(need, || self.read_page(id, content)) {
+            Ok(()) => Ok(true),
+            Err(e) if e.is_would_block() => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Returns whether reads of pages take the time of a request to a server.
+    #[must_use]
+    pub fn has_latency(&self) -> bool {
+        self.store.disk.has_latency()
+    }
+
+    /// Returns a descriptor that becomes readable when a read has ended that its caller has not waited for.
+    #[must_use]
+    pub fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        self.store.disk.arrivals()
     }
 
     /// Returns those of the pages that have stored bytes, sorted by location. Passes the digest of each page to `take`.
@@ -260,12 +310,10 @@ impl LocalImage {
         Ok(wanted)
     }
 
-    /// Starts to read pages that are close together.
-    fn start_group(&self, index: &Index, group: &[WantedPage]) -> Result<()> {
-        if let Some((extent, range)) = place(index, group) {
-            self.open_segments.get(&self.store, extent)?.file.start_read(range);
-        }
-        Ok(())
+    /// Starts to read pages that are close together. Returns `false` if there is no room for that now.
+    fn start_group(&self, index: &Index, group: &[WantedPage]) -> Result<bool> {
+        let Some((extent, range)) = place(index, group) else { return Ok(true) };
+        Ok(self.open_segments.get(&self.store, extent)?.file.start_read(range))
     }
 
     /// Reads pages that are close together with one read, and adds their bytes to `stored`.

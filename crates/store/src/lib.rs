@@ -76,6 +76,7 @@ pub mod writer;
 pub use credentials::Credentials;
 pub use environment_file::EnvironmentFile;
 pub use error::{Result, StoreError};
+pub use objects::schedule::Need;
 pub use reader::{Image, ReadOptions};
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

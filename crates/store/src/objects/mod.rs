@@ -15,18 +15,22 @@
 //! | `bucket` | requests, their retries and errors; the thread pool that sends them |
 //! | `new_file` | a file that is being written |
 //! | `reading` | a file that is open for reading, and the cache of what was read |
+//! | `schedule` | the order of GETs, and the limit of those in flight |
+//! | `waiting` | reads that do not wait |
 //! | `settings` | credentials, endpoint and certificates, from variables |
 
 #[cfg(test)]
 pub(crate) use {
-    bucket::MAX_PARALLEL_READS,
     reading::{CHUNK_BYTES, CHUNKS_PER_GET},
+    schedule::MAX_IN_FLIGHT,
 };
 
 mod bucket;
 mod new_file;
 mod reading;
+pub mod schedule;
 mod settings;
+pub(crate) mod waiting;
 
 use crate::disk::Disk;
 use crate::environment_file::Variables;
@@ -40,6 +44,7 @@ use reading::{ChunkCache, OpenObject};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The objects below a prefix of a bucket, as a directory of files.
@@ -149,5 +154,10 @@ impl Disk for ObjectDisk {
 
     fn has_latency(&self) -> bool {
         true
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        let ends = self.bucket.schedule().ends();
+        ends.inspect_err(|e| tracing::debug!("the ends of reads are polled: {e}")).ok()
     }
 }

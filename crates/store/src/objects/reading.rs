@@ -1,10 +1,13 @@
 //! A file that is open for reading. Objects are read in *chunks*, because a request takes longer than the transfer of
 //! what is near the wanted bytes: pages that were written together, and the directory before them.
 //!
-//! Adjacent chunks are read with one GET, and several GETs are in flight. A reader that reads chunk after chunk finds
-//! the next ones read or in flight (*read-ahead*), so that its speed does not depend on the latency of the server.
+//! Adjacent chunks are read with one GET, and several GETs are in flight ([`super::schedule`]). A reader that reads chunk
+//! after chunk finds the next ones read or in flight (*read-ahead*), so that its speed does not depend on the latency of
+//! the server. Chunks that were read ahead and not used yet take at most half of the cache.
 
-use super::bucket::{Bucket, Front, ReadResult};
+use super::bucket::{Bucket, Front, Pending};
+use super::schedule::Need;
+use super::waiting::{need_without_waiting, would_block};
 use bytes::Bytes;
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
@@ -12,7 +15,6 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tokio::sync::watch::{self, Receiver};
 
 pub(crate) const CHUNK_BYTES: u64 = 256 << 10;
 
@@ -25,36 +27,25 @@ const READ_AHEAD_CHUNKS: u64 = 4 * CHUNKS_PER_GET;
 /// Limit of the cache of a store.
 const CACHED_CHUNKS: usize = 128;
 
+/// Limit of the chunks that were read ahead and that nothing has used yet.
+const MAX_UNUSED_CHUNKS: usize = CACHED_CHUNKS / 2;
+
+/// Limit of objects that are being opened by callers that do not wait.
+const MAX_OPENING: usize = 64;
+
 /// An open object and the number of a chunk of it.
 type ChunkId = (u64, u64);
 
-/// A GET of adjacent chunks: in flight, or its result.
+/// A GET of adjacent chunks.
 #[derive(Debug, Clone)]
 struct Get {
     first_chunk: u64,
-    /// `None`: in flight. Any number of threads can wait for it; inspecting it affects none of them.
-    result: Receiver<Option<ReadResult>>,
+    pending: Pending<Bytes>,
 }
 
 impl Get {
-    /// Returns a GET that has already ended.
-    fn ended(bytes: Bytes) -> Self {
-        Self { first_chunk: 0, result: watch::channel(Some(Ok(bytes))).1 }
-    }
-
-    fn has_failed(&self) -> bool {
-        match &*self.result.borrow() {
-            Some(result) => result.is_err(),
-            // The task that reads was cancelled.
-            None => self.result.has_changed().is_err(),
-        }
-    }
-
-    /// Waits for the result, and returns a chunk of it.
-    fn wait(&self, bucket: &Bucket, chunk: u64) -> io::Result<Bytes> {
-        let mut receiver = self.result.clone();
-        let ended = bucket.wait(receiver.wait_for(Option::is_some)).map_err(io::Error::other)?.clone();
-        let bytes = ended.ok_or(io::ErrorKind::Interrupted)?.map_err(|e| io::Error::new(e.kind(), e))?;
+    /// Returns a chunk of the result.
+    fn chunk(&self, bytes: &Bytes, chunk: u64) -> io::Result<Bytes> {
         let begin = ((chunk - self.first_chunk) * CHUNK_BYTES) as usize;
         if begin >= bytes.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -68,6 +59,8 @@ struct CachedChunk {
     get: Get,
     /// Number of the last use.
     used: u64,
+    /// It was read ahead, and nothing has used it yet.
+    is_unused: bool,
 }
 
 #[derive(Debug, Default)]
@@ -79,25 +72,49 @@ struct CachedChunks {
 
 impl CachedChunks {
     /// Returns the GET of a chunk, unless there was none or it has failed.
-    fn get(&mut self, id: ChunkId) -> Option<Get> {
+    fn get(&mut self, id: ChunkId, need: Need) -> Option<Get> {
         self.uses += 1;
-        let cached = self.chunks.get_mut(&id).filter(|cached| !cached.get.has_failed())?;
-        cached.used = self.uses;
+        let cached = self.chunks.get_mut(&id).filter(|cached| !cached.get.pending.has_failed())?;
+        if need != Need::Ahead {
+            (cached.used, cached.is_unused) = (self.uses, false);
+        }
         Some(cached.get.clone())
     }
 
     fn has(&self, id: ChunkId) -> bool {
-        self.chunks.get(&id).is_some_and(|cached| !cached.get.has_failed())
+        self.chunks.get(&id).is_some_and(|cached| !cached.get.pending.has_failed())
     }
 
-    fn put(&mut self, id: ChunkId, get: Get) {
-        if self.chunks.len() >= CACHED_CHUNKS
-            && let Some(oldest) = self.chunks.iter().min_by_key(|(_, cached)| cached.used).map(|(id, _)| *id)
-        {
-            self.chunks.remove(&oldest);
+    /// Removes a chunk whose GET has failed for a caller that has asked for it. Returns the error.
+    fn take_failure(&mut self, id: ChunkId) -> Option<io::Error> {
+        let cached = self.chunks.get(&id).filter(|cached| !cached.is_unused)?;
+        let error = cached.get.pending.ended()?.err()?;
+        self.chunks.remove(&id);
+        Some(error)
+    }
+
+    fn unused(&self) -> usize {
+        self.chunks.values().filter(|cached| cached.is_unused).count()
+    }
+
+    fn put(&mut self, id: ChunkId, get: Get, need: Need) {
+        if self.chunks.len() >= CACHED_CHUNKS {
+            self.evict();
         }
         self.uses += 1;
-        self.chunks.insert(id, CachedChunk { get, used: self.uses });
+        self.chunks.insert(id, CachedChunk { get, used: self.uses, is_unused: need == Need::Ahead });
+    }
+
+    /// Removes all chunks of the GET whose last use is the longest ago: they share their memory.
+    fn evict(&mut self) {
+        let mut last_uses: HashMap<ChunkId, u64> = HashMap::new();
+        for ((object, _), cached) in &self.chunks {
+            let last_use = last_uses.entry((*object, cached.get.first_chunk)).or_default();
+            *last_use = cached.used.max(*last_use);
+        }
+        if let Some((oldest, _)) = last_uses.into_iter().min_by_key(|(_, used)| *used) {
+            self.chunks.retain(|(object, _), cached| (*object, cached.get.first_chunk) != oldest);
+        }
     }
 }
 
@@ -107,11 +124,43 @@ pub(super) struct ChunkCache {
     cached: Mutex<CachedChunks>,
     /// Objects that were opened. A name that is opened again is another object here.
     opened: AtomicU64,
+    /// Objects whose first chunk is being read for callers that do not wait.
+    opening: Mutex<HashMap<String, Pending<Front>>>,
 }
 
 impl ChunkCache {
     fn cached(&self) -> MutexGuard<'_, CachedChunks> {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn opening(&self) -> MutexGuard<'_, HashMap<String, Pending<Front>>> {
+        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the first chunk of an object.
+    fn front(&self, bucket: &Arc<Bucket>, name: &str) -> io::Result<Front> {
+        let Some(need) = need_without_waiting() else {
+            let started = self.opening().remove(name);
+            let pending = started.unwrap_or_else(|| bucket.start_front(name, CHUNK_BYTES, Need::Guest));
+            return bucket.wait_for(&pending);
+        };
+        let mut opening = self.opening();
+        if let Some(pending) = opening.get(name) {
+            let Some(ended) = pending.ended() else {
+                bucket.promote(pending, need);
+                return Err(would_block());
+            };
+            opening.remove(name);
+            return ended;
+        }
+        if bucket.schedule().has_room(need) {
+            if opening.len() >= MAX_OPENING {
+                // Their callers start them again.
+                opening.clear();
+            }
+            opening.insert(name.to_owned(), bucket.start_front(name, CHUNK_BYTES, need));
+        }
+        Err(would_block())
     }
 }
 
@@ -122,42 +171,59 @@ pub(super) struct OpenObject {
     name: String,
     id: u64,
     len: u64,
+    /// The last chunk that was read.
+    last_read: AtomicU64,
 }
 
 impl OpenObject {
     /// Opens an object, and reads its first chunk.
     pub fn open(bucket: &Arc<Bucket>, cache: &Arc<ChunkCache>, name: &str) -> io::Result<Self> {
-        let Front { bytes, len } = bucket.front(name, CHUNK_BYTES)?;
+        let Front { bytes, len } = cache.front(bucket, name)?;
         let id = cache.opened.fetch_add(1, Ordering::Relaxed);
-        cache.cached().put((id, 0), Get::ended(bytes));
-        Ok(Self { bucket: bucket.clone(), cache: cache.clone(), name: name.to_owned(), id, len })
+        cache.cached().put((id, 0), Get { first_chunk: 0, pending: Pending::of(bytes) }, Need::Guest);
+        let last_read = AtomicU64::new(0);
+        Ok(Self { bucket: bucket.clone(), cache: cache.clone(), name: name.to_owned(), id, len, last_read })
     }
 
     /// Starts a GET of adjacent chunks.
-    fn start(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> Get {
+    fn start(&self, cached: &mut CachedChunks, chunks: Range<u64>, need: Need) -> Get {
         let range = chunks.start * CHUNK_BYTES..(chunks.end * CHUNK_BYTES).min(self.len);
-        let get = Get { first_chunk: chunks.start, result: self.bucket.start_read(&self.name, range) };
-        chunks.for_each(|chunk| cached.put((self.id, chunk), get.clone()));
+        let pending = self.bucket.start_read(&self.name, range, need);
+        let get = Get { first_chunk: chunks.start, pending };
+        chunks.for_each(|chunk| cached.put((self.id, chunk), get.clone(), need));
         get
     }
 
-    /// Returns the GET of each of `chunks`. Starts those that are missing.
-    fn gets(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> Vec<Get> {
+    /// Returns the GET of each of `chunks`. Starts those that are missing, while `may_start` returns true.
+    fn gets(
+        &self,
+        cached: &mut CachedChunks,
+        chunks: Range<u64>,
+        need: Need,
+        may_start: impl Fn(&CachedChunks) -> bool,
+    ) -> Vec<Option<Get>> {
         let mut gets = Vec::new();
         let mut chunk = chunks.start;
         while chunk < chunks.end {
-            if let Some(get) = cached.get((self.id, chunk)) {
-                gets.push(get);
+            if let Some(get) = cached.get((self.id, chunk), need) {
+                gets.push(Some(get));
                 chunk += 1;
                 continue;
             }
             let most = chunks.end.min(chunk + CHUNKS_PER_GET);
             let end = (chunk + 1..most).find(|next| cached.has((self.id, *next))).unwrap_or(most);
-            let get = self.start(cached, chunk..end);
+            let get = may_start(cached).then(|| self.start(cached, chunk..end, need));
             gets.extend((chunk..end).map(|_| get.clone()));
             chunk = end;
         }
         gets
+    }
+
+    /// Starts to read `chunks` as far as there is room. Returns whether there was room for all.
+    fn start_ahead(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> bool {
+        let has_room =
+            |cached: &CachedChunks| cached.unused() < MAX_UNUSED_CHUNKS && self.bucket.schedule().has_room(Need::Ahead);
+        self.gets(cached, chunks, Need::Ahead, has_room).iter().all(Option::is_some)
     }
 
     /// Starts the GETs of the chunks after `chunk` if those before it were read: the more of them, the more.
@@ -170,10 +236,52 @@ impl OpenObject {
         // Whole GETs only, except where the next chunk is missing, and at the end of the object.
         let whole_gets = (end - missing) / CHUNKS_PER_GET * CHUNKS_PER_GET;
         if end == end_of_object || whole_gets == 0 && missing == chunk + 1 {
-            self.gets(cached, missing..end);
+            self.start_ahead(cached, missing..end);
         } else {
-            self.gets(cached, missing..missing + whole_gets);
+            self.start_ahead(cached, missing..missing + whole_gets);
         }
+    }
+
+    /// Returns the GETs of chunks that are to be read now.
+    fn gets_to_read(&self, chunks: Range<u64>) -> Vec<Option<Get>> {
+        let mut cached = self.cache.cached();
+        let need = need_without_waiting();
+        let gets = self.gets(&mut cached, chunks.clone(), need.unwrap_or(Need::Guest), |_| {
+            need.is_none_or(|need| self.bucket.schedule().has_room(need))
+        });
+        // Most reads are in the chunk of the previous read.
+        let last = chunks.end - 1;
+        if self.last_read.swap(last, Ordering::Relaxed) != last {
+            self.read_ahead(&mut cached, last);
+        }
+        gets
+    }
+
+    /// Returns chunks. If the caller must not wait, all that are missing are started.
+    fn read_chunks(&self, chunks: Range<u64>) -> io::Result<Vec<Bytes>> {
+        let Some(need) = need_without_waiting() else {
+            let gets = self.gets_to_read(chunks.clone());
+            let wait = |(chunk, get): (u64, Option<Get>)| {
+                let get = get.ok_or_else(would_block)?;
+                get.chunk(&self.bucket.wait_for(&get.pending)?, chunk)
+            };
+            return chunks.zip(gets).map(wait).collect();
+        };
+        let failure = {
+            let mut cached = self.cache.cached();
+            // The next attempt starts another GET.
+            chunks.clone().find_map(|chunk| cached.take_failure((self.id, chunk)))
+        };
+        if let Some(failure) = failure {
+            return Err(failure);
+        }
+        let gets = self.gets_to_read(chunks.clone());
+        gets.iter().flatten().for_each(|get| self.bucket.promote(&get.pending, need));
+        let read = |(chunk, get): (u64, &Option<Get>)| {
+            let get = get.as_ref().ok_or_else(would_block)?;
+            get.chunk(&get.pending.ended().unwrap_or_else(|| Err(would_block()))?, chunk)
+        };
+        chunks.zip(&gets).map(read).collect()
     }
 }
 
@@ -188,15 +296,8 @@ impl DurableFile for OpenObject {
             return Ok(0);
         }
         let chunks = offset / CHUNK_BYTES..end.div_ceil(CHUNK_BYTES);
-        let gets = {
-            let mut cached = self.cache.cached();
-            let gets = self.gets(&mut cached, chunks.clone());
-            self.read_ahead(&mut cached, chunks.end - 1);
-            gets
-        };
         let mut filled = 0;
-        for (chunk, get) in chunks.zip(gets) {
-            let bytes = get.wait(&self.bucket, chunk)?;
+        for (chunk, bytes) in chunks.clone().zip(self.read_chunks(chunks)?) {
             let at = offset + filled as u64;
             let begin = (at - chunk * CHUNK_BYTES) as usize;
             let available = bytes.get(begin..).filter(|available| !available.is_empty());
@@ -213,11 +314,10 @@ impl DurableFile for OpenObject {
         Ok(filled)
     }
 
-    fn start_read(&self, range: Range<u64>) {
+    fn start_read(&self, range: Range<u64>) -> bool {
         let end = self.len.min(range.end);
-        if range.start < end {
-            self.gets(&mut self.cache.cached(), range.start / CHUNK_BYTES..end.div_ceil(CHUNK_BYTES));
-        }
+        let chunks = range.start / CHUNK_BYTES..end.div_ceil(CHUNK_BYTES);
+        range.start >= end || self.start_ahead(&mut self.cache.cached(), chunks)
     }
 
     fn write_at(&self, _bytes: &[u8], _offset: u64) -> io::Result<()> {

@@ -11,7 +11,8 @@ use crate::format::names;
 use crate::image::LocalImage;
 use crate::listing::list;
 use crate::location::Storage;
-use crate::objects::{CHUNK_BYTES, CHUNKS_PER_GET, MAX_PARALLEL_READS, ObjectDisk};
+use crate::objects::schedule::Need;
+use crate::objects::{CHUNK_BYTES, CHUNKS_PER_GET, MAX_IN_FLIGHT, ObjectDisk};
 use crate::types::Owner;
 use crate::verify::verify;
 use async_trait::async_trait;
@@ -27,10 +28,11 @@ use object_store::{
 use proptest::prelude::*;
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_testing::crash_disk::Meanwhile;
+use rustix::event::{PollFd, PollFlags, poll};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What happens to a request that changes the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -527,17 +529,20 @@ fn an_object_is_read_in_any_pieces() {
 
 /// Reads all pages as a pager does, one after the other, after the next ones were announced. Returns their number.
 fn read_like_a_pager(image: &LocalImage, mut check: impl FnMut(PageNo, &Page)) -> u64 {
-    const ANNOUNCED: usize = 1000;
     let order: Vec<_> = image.hot().unwrap().collect();
     let mut found = [0; PAGE_SIZE];
-    for (number, ids) in order.chunks(ANNOUNCED).enumerate() {
-        let begin = if number == 0 { 0 } else { (number + 1) * ANNOUNCED };
-        let end = order.len().min((number + 2) * ANNOUNCED);
-        image.start_reads(order.get(begin..end).unwrap_or_default()).unwrap();
-        for (block, page) in ids {
-            image.read_page((*block, *page), &mut found).unwrap();
-            check(*page, &found);
+    let mut announced = 0;
+    let arrivals = image.arrivals().unwrap();
+    for (number, (block, page)) in order.iter().enumerate() {
+        if number % 64 == 0 {
+            announced = announced.max(number);
+            announced += image.start_reads(&order[announced..order.len().min(announced + 1024)]).unwrap();
         }
+        while !image.read_page_if_ready((*block, *page), &mut found, Need::Background).unwrap() {
+            poll(&mut [PollFd::new(&arrivals, PollFlags::IN)], None).unwrap();
+            rustix::io::read(arrivals, &mut [0; 8]).unwrap();
+        }
+        check(*page, &found);
     }
     order.len() as u64
 }
@@ -571,7 +576,7 @@ fn pages_are_read_with_few_requests_of_which_several_are_in_flight() {
     let smaller = 4 * stored.div_ceil(SEGMENT_BYTES);
     assert!(requests <= stored.div_ceil(CHUNKS_PER_GET * CHUNK_BYTES) + smaller, "{requests} GETs");
     // Opening an object is a GET of its own.
-    assert!((3..=MAX_PARALLEL_READS + 1).contains(&after.most_in_flight), "{after:?}");
+    assert!((3..=MAX_IN_FLIGHT + 1).contains(&after.most_in_flight), "{after:?}");
 
     // Pages that are not near each other, without an announcement.
     let spread: Vec<_> = (0..PAGES).step_by(500).map(|page| (BlockId(0), PageNo(page))).collect();
@@ -579,7 +584,7 @@ fn pages_are_read_with_few_requests_of_which_several_are_in_flight() {
     disk.count_reads(|reads| reads.most_in_flight = 0);
     opened.read_stored(&spread).unwrap();
     let after = disk.count_reads(|_| ());
-    assert!((3..=MAX_PARALLEL_READS).contains(&after.most_in_flight), "{after:?}");
+    assert!((3..=MAX_IN_FLIGHT).contains(&after.most_in_flight), "{after:?}");
 }
 
 #[test]
@@ -624,7 +629,9 @@ fn a_reader_is_woken_although_others_inspect_its_get() {
             scope.spawn(move || {
                 for chunk in (reader..16).chain(0..reader) {
                     let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
-                    (0..50).for_each(|_| file.start_read(range.clone()));
+                    for _ in 0..50 {
+                        file.start_read(range.clone());
+                    }
                     let mut found = [0; 10];
                     assert_eq!(file.read_at(&mut found, range.start + reader).unwrap(), 10);
                     assert_eq!(found, [7; 10]);
@@ -632,4 +639,56 @@ fn a_reader_is_woken_although_others_inspect_its_get() {
             });
         }
     });
+}
+
+/// A pager serves other faults while a page is on its way.
+#[test]
+fn pages_are_read_without_waiting_and_one_that_a_guest_needs_is_first() {
+    const PAGES: u64 = 4000;
+    let disk = with_full_checkpoint(PAGES, 8 << 20);
+    let opened = image(&disk, None).unwrap();
+    let latency = Duration::from_millis(40);
+    disk.count_reads(|reads| (reads.latency, reads.count) = (latency, 0));
+    let mut found = [0; PAGE_SIZE];
+    let mut wait_for = |page: u64, need: Need| {
+        let began = Instant::now();
+        let id = (BlockId(0), PageNo(page));
+        while !opened.read_page_if_ready(id, &mut found, need).unwrap() {
+            assert!(began.elapsed() < 100 * latency, "page {page}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(found == content(2 * page + 1), "{page}");
+        began.elapsed()
+    };
+    // The segment is opened without waiting, too.
+    let began = Instant::now();
+    let mut other = [0; PAGE_SIZE];
+    assert!(!opened.read_page_if_ready((BlockId(0), PageNo(0)), &mut other, Need::Guest).unwrap());
+    assert!(began.elapsed() < latency);
+    wait_for(0, Need::Guest);
+    wait_for(3000, Need::Guest);
+    let order: Vec<_> = (0..PAGES).map(|page| (BlockId(0), PageNo(page))).collect();
+    let started = opened.start_reads(&order).unwrap();
+    // More than is in flight, and bounded.
+    assert!((MAX_IN_FLIGHT * 256..PAGES as usize).contains(&started), "{started}");
+    // Two GETs at most: the one of the page, and of the first chunk of its segment.
+    assert!(wait_for(3900, Need::Guest) < 4 * latency);
+    for page in (0..PAGES).step_by(7) {
+        wait_for(page, Need::Background);
+    }
+    let reads = disk.count_reads(|_| ());
+    assert!(reads.most_in_flight <= MAX_IN_FLIGHT, "{reads:?}");
+    // A failure is reported once, and the next attempt is another GET.
+    let fresh = image(&disk, None).unwrap();
+    disk.count_reads(|reads| (reads.failing, reads.latency) = (1, Duration::ZERO));
+    let mut failures = 0;
+    let ids = (BlockId(0), PageNo(2000));
+    loop {
+        match fresh.read_page_if_ready(ids, &mut other, Need::Guest) {
+            Ok(true) => break,
+            Ok(false) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => failures += 1,
+        }
+    }
+    assert!(failures == 1 && other == content(4001), "{failures}");
 }
