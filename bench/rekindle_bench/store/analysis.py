@@ -39,7 +39,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def _owners(frame: pd.DataFrame, findings: Findings) -> None:
-    """Adds the number of races after which two hosts were the owner, or a claim had no winner."""
+    """Adds the number of races after which not exactly one host was the owner, or an error leaves that unknown."""
     races = matching(frame, case="owners")
     if not len(races):
         findings.report_missing("s3_owners")
@@ -97,6 +97,7 @@ def races(frame: pd.DataFrame) -> list[dict[str, object]]:
             "n": len(group),
             "two owners": int((group["owners"] > 1).sum()),
             "no owner": int((group["owners"] < 1).sum()),
+            "unknown": int(group["owners"].isna().sum()),
             "errors": int((group["error"].fillna("") != "").sum()),
             "ms": median(milliseconds(pick(group, "took_us"))),
         }

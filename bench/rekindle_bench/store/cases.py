@@ -74,7 +74,11 @@ def owners(env: RestoreEnvironment, plan: Plan) -> None:
 
 
 def restore(env: RestoreEnvironment, plan: Plan) -> None:
-    """Restores a guest by turns from the object store and from Rekindle's own server."""
+    """Restores a guest by turns from the object store and from Rekindle's own server.
+
+    Both have the checkpoints in memory: the object store keeps everything there, and the files of the server stay in the
+    page cache.
+    """
     env.need(memory_mib=4 * plan.memory_mib, disk_mib=2 * plan.memory_mib)
     guest = env.guest("objects", IMAGE, plan.memory_mib, INDEX, plan.touch)
     with _object_store(env) as objects, env.ours(guest):
@@ -87,7 +91,6 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
             env.log(f"restore: round {round_number + 1} of {plan.restores}")
             for kind in STORES if round_number % 2 == 0 else STORES[::-1]:
                 env.crash(guest.name)
-                stores[kind].forget()
                 restored = env.restore(guest.name, stores[kind])
                 filled = env.wait_filled(guest.name, restored.resumed_host_us)
                 row = Row(case="restore", how=kind, round=round_number, took_us=restored.restore_us)

@@ -36,7 +36,7 @@ class Row:
     worst_us: int | None = None
     """For `restore`: the longest time that the guest waited for a page, in microseconds."""
     owners: int | None = None
-    """For `owners`: number of hosts that were the owner at the same time."""
+    """For `owners`: number of hosts that were the owner at the same time; empty if an error leaves it unknown."""
     error: str = ""
     """For `owners`: an error of a host other than that it has lost."""
     steps: list[dict[str, Any]] = field(default_factory=list)

@@ -2,7 +2,8 @@
 //! each measurement:
 //!
 //! ```text
-//! object_store_load commit STORE ROUNDS BYTES   commit of a checkpoint of BYTES, by turns with a PUT of as many
+//! object_store_load commit STORE ROUNDS BYTES   commit of a checkpoint of BYTES of a guest with 1 GiB of RAM, by turns with a
+//!                                               PUT of as many
 //! object_store_load race STORE ROUNDS           two hosts race to own a store
 //! ```
 
@@ -15,7 +16,7 @@ use rekindle_store::{Options, StoreError, StoreUrl, Writer, admin};
 use serde_json::{Value, json};
 use std::error::Error;
 use std::sync::Barrier;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{env, thread};
 use tokio::runtime::{Builder, Runtime};
 use uuid::Uuid;
@@ -27,6 +28,10 @@ static DEVICES: [u8; 40 << 10] = [7; 40 << 10];
 /// Every claim stays in the log of a store, so that a store with many of them becomes slow. Another store is used after
 /// this many races.
 const RACES_PER_STORE: u64 = 50;
+/// RAM of the guest whose checkpoints are committed. The size of the objects depends on it: 32 MiB.
+const RAM_BYTES: u64 = 1 << 30;
+/// Time for the server to remove what was replaced, before each measurement.
+const SETTLING: Duration = Duration::from_secs(2);
 /// Object to which the bytes of a checkpoint are written, below the name of the store.
 const PLAIN_OBJECT: &str = "plain";
 
@@ -73,6 +78,7 @@ impl PlainClient {
 
     /// Writes one object. Returns the time in microseconds.
     fn put(&self, content: PutPayload) -> Result<u64, AnyError> {
+        thread::sleep(SETTLING);
         let began = Instant::now();
         self.runtime.block_on(self.bucket.put_opts(&self.object, content, PutOptions::default()))?;
         Ok(micros(began))
@@ -82,11 +88,11 @@ impl PlainClient {
 /// Measures commits of checkpoints with `bytes` of pages, each by turns with a PUT of as many bytes as it has written.
 fn commits(store: &StoreUrl, rounds: u64, bytes: u64) -> Result<(), AnyError> {
     let pages = bytes.div_ceil(PAGE_SIZE as u64);
-    let ram = pages * PAGE_SIZE as u64;
-    let blocks = [Block { id: "ram".into(), used: ram, max: ram, page_size: 4096 }];
+    let blocks = [Block { id: "ram".into(), used: RAM_BYTES, max: RAM_BYTES, page_size: 4096 }];
     let mut writer = Writer::open(store, &Options { keep: 1, create: true, ..Options::new(vm(), "bench") })?;
     let client = PlainClient::new(store)?;
     let mut commit = |content: &[Page]| -> Result<(u64, u64), AnyError> {
+        thread::sleep(SETTLING);
         let began = Instant::now();
         let mut checkpoint = writer.begin(&blocks)?;
         checkpoint
@@ -128,8 +134,8 @@ fn races(store: &StoreUrl, rounds: u64) -> Result<(), AnyError> {
 }
 
 /// Name of the race, the number of hosts that were the owner of the same epoch, and an error other than that of a host
-/// that has lost.
-type Race = (&'static str, usize, Option<StoreError>);
+/// that has lost. The number is `None` if it is unknown because of the error.
+type Race = (&'static str, Option<usize>, Option<StoreError>);
 
 /// Two hosts claim the store under the condition that its owner is still the same.
 fn claims(url: &StoreUrl) -> Result<Race, AnyError> {
@@ -147,7 +153,8 @@ fn claims(url: &StoreUrl) -> Result<Race, AnyError> {
     });
     let owners = results.iter().filter(|result| result.is_ok()).count();
     let error = results.into_iter().filter_map(Result::err).find(|e| !matches!(e, StoreError::Superseded { .. }));
-    Ok(("claim", owners, error))
+    // A claim with an error may have been carried out.
+    Ok(("claim", Some(owners).filter(|owners| *owners > 1 || error.is_none()), error))
 }
 
 /// The owner commits a checkpoint while another host claims the store. Both are owners if the commit was acknowledged, and
@@ -170,11 +177,15 @@ fn commit_and_claim(url: &StoreUrl, round: u64) -> Result<Race, AnyError> {
         let claimed = admin::fence(url, &vm(), &Owner::here("restore bench"), None, None);
         (committing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), claimed)
     });
-    let newest = claimed?.newest;
+    let claimed = match claimed {
+        Ok(claimed) => claimed,
+        Err(error) => return Ok(("commit", None, Some(error))),
+    };
     Ok(match committed {
-        Ok(number) => ("commit", if number == newest { 1 } else { 2 }, None),
-        Err(StoreError::Superseded { .. }) => ("commit", 1, None),
-        Err(error) => ("commit", 1, Some(error)),
+        Ok(number) => ("commit", Some(if number == claimed.newest { 1 } else { 2 }), None),
+        Err(StoreError::Superseded { .. }) => ("commit", Some(1), None),
+        // The commit may have been carried out.
+        Err(error) => ("commit", None, Some(error)),
     })
 }
 
