@@ -1,4 +1,4 @@
-"""Makes stores of checkpoints: in a folder of the machine's disk, encrypted, on a slow disk, over TLS, in an object store.
+"""Makes stores of checkpoints: in a folder of the disk, encrypted, on a slow disk, over TLS, in an object store.
 
 `on_disk`, `encrypted`, `on_slow_disk`, `over_tls` and `in_object_store` return a folder for stores; `Store.fresh`
 returns the store of one VM in it.

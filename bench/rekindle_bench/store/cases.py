@@ -76,8 +76,8 @@ def owners(env: RestoreEnvironment, plan: Plan) -> None:
 def restore(env: RestoreEnvironment, plan: Plan) -> None:
     """Restores a guest by turns from the object store and from Rekindle's own server.
 
-    Both have the checkpoints in memory: the object store keeps everything there, and the files of the server stay in the
-    page cache.
+    Both have the checkpoints in memory: the object store keeps everything there, and the files of the server stay in
+    the page cache.
     """
     env.need(memory_mib=4 * plan.memory_mib, disk_mib=2 * plan.memory_mib)
     guest = env.guest("objects", IMAGE, plan.memory_mib, INDEX, plan.touch)

@@ -77,7 +77,8 @@ fn a_cluster_resource_uses_an_object_store_with_the_variables_of_a_file() {
     let prepared = |words: &[&str]| lab.command([words, &["--json", "--environment-file", file]].concat());
     let command = |words: &[&str]| lab.finish(prepared(words));
     let ocf_command = |action: &str| {
-        let resource = ["--definition", definition.to_str().unwrap(), "--store", &store, "--every", "100ms"];
+        let resource =
+            ["--definition", definition.to_str().unwrap(), "--store", &store, "--every", "100ms", "--keep", "1000"];
         prepared(&[&["ocf", action, "web"][..], &resource].concat())
     };
     let ocf = |action: &str| lab.finish(ocf_command(action));

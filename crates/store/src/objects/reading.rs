@@ -85,7 +85,7 @@ impl CachedChunks {
         self.chunks.get(&id).is_some_and(|cached| !cached.get.pending.has_failed())
     }
 
-    /// Removes a chunk whose GET has failed for a caller that has asked for it. Returns the error.
+    /// Removes a chunk whose GET has failed for a caller that needs it. Returns the error.
     fn take_failure(&mut self, id: ChunkId) -> Option<io::Error> {
         let cached = self.chunks.get(&id).filter(|cached| !cached.is_unused)?;
         let error = cached.get.pending.ended()?.err()?;

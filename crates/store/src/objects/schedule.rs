@@ -17,7 +17,7 @@ pub(crate) const MAX_IN_FLIGHT: usize = 8;
 const MAX_UNNEEDED_IN_FLIGHT: usize = 6;
 /// Limit of the read-ahead that is queued. More is not started.
 const MAX_QUEUED_AHEAD: usize = 8;
-/// Limit of queued GETs that callers have asked for without waiting. They ask again later.
+/// Limit of queued GETs of callers that do not wait. They try again later.
 const MAX_QUEUED_NEEDED: usize = 64;
 
 /// How urgent a GET is. The most urgent ones are first.
@@ -93,12 +93,12 @@ impl std::fmt::Debug for Schedule {
 }
 
 /// The place of a GET in flight. Dropped when it has ended, also by a panic.
-struct Place {
+struct GetInFlight {
     schedule: Arc<Schedule>,
     is_for_guest: bool,
 }
 
-impl Drop for Place {
+impl Drop for GetInFlight {
     fn drop(&mut self) {
         let mut queues = self.schedule.queues();
         queues.in_flight -= 1;
@@ -159,10 +159,10 @@ impl Schedule {
         loop {
             let next = schedule.queues().next();
             let Some((job, is_for_guest)) = next else { return };
-            let place = Place { schedule: schedule.clone(), is_for_guest };
+            let in_flight = GetInFlight { schedule: schedule.clone(), is_for_guest };
             schedule.runtime.spawn(async move {
                 // Dropped after the work.
-                let _place = place;
+                let _in_flight = in_flight;
                 job.work.await;
             });
         }
