@@ -91,6 +91,9 @@ PLANS: dict[str, Any] = {
         span_mib=128,
         web_files=20,
         kills=2,
+        # Two pairs, since the second pair starts with the remains of the first.
+        sandbox_pairs=2,
+        sandbox_rounds={"vmm": 1, "disk": 1, "protect": 1, "restore": 1},
     ),
     "vmm": vmm.Plan(
         ways_by_mib={128: _ONCE},

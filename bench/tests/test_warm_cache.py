@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 from functools import partial
+from pathlib import Path
 
 import pytest
 import typer
@@ -17,11 +18,13 @@ from typer.testing import CliRunner
 
 from rekindle_bench.__main__ import main
 from rekindle_bench.warm_cache import analysis, rows
+from rekindle_bench.warm_cache.cache_guests import CacheGuest
 from rekindle_bench.warm_cache.plan import FULL, QUICK, left_out
 from rekindle_bench.warm_cache.queries import TPCH
 from rekindle_bench.warm_cache.rows import Row
 from rekindle_bench.warm_cache.watch import Watch, cached_kib, files_in, private_kib
 from rekindle_bench.warm_cache.ways import turns
+from rekindle_lab.guests import Image
 from rekindle_lab.web import Answer, rates
 
 app = typer.Typer()
@@ -70,6 +73,17 @@ RETAINED_READ_CPU_S = 0.5
 
 HELPER_BACK_MS = range(80, 91)
 """Times until a killed server serves again, one for each kill."""
+
+SANDBOX_MS = {
+    "vmm": (102, 100),
+    "protect": (5, 5),
+    "protect-commit": (100, 100),
+    "restore": (104, 100),
+    "fill": (2000, 2000),
+    "disk": (1000, 1000),
+    "disk-write": (990, 1000),
+}
+"""Durations with all sandboxes and without any, by kind of measurement."""
 
 
 def row(case, what, how, limit, number, **columns):
@@ -135,13 +149,22 @@ def helper_rows():
     return [*kills, row("helper", "verify", "server", "none", 0, bytes=GIB, errors=0)]
 
 
+def sandbox_rows(number, durations_ms=SANDBOX_MS):
+    """Returns what is measured with all sandboxes and without any in one round."""
+    return [
+        row("sandboxes", what, how, "none", number, us=ms * 1000)
+        for what, of_sides in durations_ms.items()
+        for how, ms in zip(("on", "off"), of_sides, strict=True)
+    ]
+
+
 def invented_rows():
     all_rows = []
     for number in range(ROUNDS):
         all_rows += reboot_rows("warm-cache", number) + reboot_rows("cold", number)
         # The floor of TPC-H: a cold reboot, after which all files are read before the queries.
         all_rows.append(tpch_row("cold-read", number, 1, TPCH_BEFORE_S))
-        all_rows += map_rows(number) + native_rows(number)
+        all_rows += map_rows(number) + native_rows(number) + sandbox_rows(number)
     return all_rows + helper_rows()
 
 
@@ -217,6 +240,59 @@ def test_the_server_is_compared_with_the_fastest_way_of_the_daemon(figures):
     assert native["peer_us_a_request"] == fastest_mb * CPU_US_PER_MB / NATIVE_REQUESTS
 
 
+def test_each_speed_with_all_sandboxes_is_compared_with_that_without(figures):
+    """`speed_kept` is the worst of the ratios, here that of a restore."""
+    kept = {id_: figure for id_, figure in figures.items() if id_.startswith("speed_kept_")}
+    assert {id_: figure.value for id_, figure in kept.items()} == {
+        f"speed_kept_{what.replace('-', '_')}": pytest.approx(on_ms / off_ms)
+        for what, (on_ms, off_ms) in SANDBOX_MS.items()
+    }
+    assert all(figure.met and figure.n == ROUNDS and not figure.verdict for figure in kept.values())
+    worst = figures["speed_kept"].as_json()
+    assert (worst["value"], worst["bar"], worst["met"]) == (1.04, "<= 1.05", True)
+    assert worst["ours_is"] == "a restore, with all sandboxes"
+
+
+def test_a_speed_that_is_not_kept_misses(tmp_path):
+    """A fill takes 6 % longer."""
+    slow_rows = [one for number in range(ROUNDS) for one in sandbox_rows(number, {**SANDBOX_MS, "fill": (2120, 2000)})]
+    findings = analysis.figures(write(tmp_path / "r.csv", slow_rows), "r.csv")
+    assert {figure.id for figure in findings.figures if not figure.met} == {"speed_kept_fill", "speed_kept"}
+
+
+def test_without_one_of_its_parts_there_is_no_worst_speed(tmp_path):
+    """Writes were not measured without sandboxes. Without any rows, only `speed_kept` is reported as absent."""
+    some_rows = [one for one in sandbox_rows(0) if (one.what, one.how) != ("disk-write", "off")]
+    findings = analysis.figures(write(tmp_path / "r.csv", some_rows), "r.csv")
+    assert "speed_kept" not in {figure.id for figure in findings.figures}
+    kept = [line for line in findings.absent if "speed_kept" in line]
+    assert kept == [
+        "figure speed_kept_disk_write: no rows for without",
+        "figure speed_kept: no rows for all of its parts",
+    ]
+    findings = analysis.figures(write(tmp_path / "s.csv", helper_rows()), "s.csv")
+    assert [line for line in findings.absent if "speed_kept" in line] == ["figure speed_kept: no rows"]
+
+
+def test_a_guest_can_have_no_filter_of_system_calls(tmp_path):
+    """Also one whose disk server was started manually. By default Rekindle's own filter stays."""
+    guest = partial(
+        CacheGuest,
+        "a",
+        Image("debian-cache", Path("image")),
+        512,
+        1,
+        None,
+        netns="n",
+        ram_dir=tmp_path,
+        disk_dir=tmp_path,
+    )
+    assert guest().qemu_args() == []
+    assert guest(sandboxed=False).qemu_args() == ["-sandbox", "off"]
+    assert guest(cache="/a/socket", sandboxed=False).qemu_args()[:3] == ["-sandbox", "off", "-chardev"]
+    assert guest(cache="/a/socket").qemu_args()[0] == "-chardev"
+
+
 def test_a_kind_of_access_without_rows_is_reported_as_absent(findings):
     """The disk servers were not measured with writes."""
     assert [line for line in findings.absent if "write" in line]
@@ -253,6 +329,10 @@ def test_omissions_of_a_quick_run_are_listed():
     """The full plan omits nothing."""
     lines = left_out(QUICK)
     assert any("read of 512 bytes" in line for line in lines) and any("peers" in line for line in lines)
+    assert f"pairs of guests with and without sandboxes: {QUICK.sandbox_pairs} of {FULL.sandbox_pairs}" in lines
+    assert any(f"disk {QUICK.sandbox_rounds['disk']} of {FULL.sandbox_rounds['disk']}" in line for line in lines)
+    # At least 20 of each kind, as for every figure of the project.
+    assert min(FULL.sandbox_rounds.values()) * FULL.sandbox_pairs >= 20
     assert left_out(FULL) == []
 
 

@@ -5,7 +5,6 @@ own saves of a running guest (`rekindle_lab.peers.snapshot`). A *window* is a pi
 transcodes, with or without checkpoints meanwhile.
 """
 
-import math
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.environment import MIB
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.peers import snapshot
 from rekindle_lab.protector import detach, protected
@@ -24,6 +22,7 @@ from rekindle_lab.stores import Store
 from rekindle_lab.work import Window, Work
 
 from .plan import Pause, Plan
+from .rewritten import commit_rewritten, first_commit
 from .rows import DEFAULT, ENCRYPTED, PLAIN, POLICIES, Row
 from .working_guests import ProtectEnvironment, policy, span
 
@@ -33,9 +32,6 @@ PAUSE_EVERY_S = 2.0
 """Interval between the checkpoints of case `pause`."""
 BEFORE_SAVE_S = 1.0
 """Seconds before each save of a peer, in which the guest writes memory."""
-COMMIT_BYTES = 46_000_000
-"""Table I: size of a checkpoint of the kernel compilation every 10 s."""
-PAGE_BYTES = 4096
 COMPARED_EVERY_S = 0.05
 """Interval between the checkpoints of case `wrong`."""
 
@@ -234,7 +230,7 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
     with env.working("commit", MEMORY_MIB, 13) as (guest, _):
         store = env.store("disk").fresh("commit")
         common = {"case": "commit", "memory_mib": MEMORY_MIB, "workload": "dirty", "store": "disk"}
-        _first_commit(env, guest, store)
+        first_commit(env.rekindle, guest, store)
         try:
             for round_number in range(plan.commits):
                 env.log(f"commit: turn {round_number + 1} of {plan.commits}")
@@ -249,30 +245,13 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
             store.remove()
 
 
-COMMIT_AREA_MIB = math.ceil(math.ceil(COMMIT_BYTES / PAGE_BYTES) * PAGE_BYTES / MIB)
-"""Memory that a guest writes before a checkpoint of `COMMIT_BYTES`."""
-
-
-def _first_commit(env: ProtectEnvironment, guest: Guest, store: Store) -> None:
-    """Fills the area with data that does not compress, and takes the first checkpoint, which has all memory."""
-    guest.command(f"touch {COMMIT_AREA_MIB}M")
-    with protected(env.rekindle, guest.name, store, "1h") as protector:
-        protector.stop()
-
-
 def _commit_rewritten(
     env: ProtectEnvironment, guest: Guest, store: Store, round_number: int, common: dict[str, Any]
 ) -> int:
-    """Makes the guest write the area, takes a checkpoint, and appends its row. Returns the bytes of the checkpoint."""
-    _rewrite(guest, COMMIT_AREA_MIB)
-    # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
-    with protected(env.rekindle, guest.name, store, "1h") as protector:
-        event = protector.of("checkpoint")[0]
-        protector.stop()
-        if event["full"]:
-            raise RuntimeError("the protector did not continue from the last one's checkpoint")
-        env.checkpoints(protector, 0, **common, how=DEFAULT, round=round_number)
-    return int(event["bytes"])
+    """Makes the guest write 46 MB, takes a checkpoint, and appends its row. Returns the bytes of the checkpoint."""
+    protector = commit_rewritten(env.rekindle, guest, store)
+    env.checkpoints(protector, 0, **common, how=DEFAULT, round=round_number)
+    return int(protector.of("checkpoint")[0]["bytes"])
 
 
 def encryption(env: ProtectEnvironment, plan: Plan) -> None:
@@ -282,7 +261,7 @@ def encryption(env: ProtectEnvironment, plan: Plan) -> None:
         for index, kind in enumerate((PLAIN, ENCRYPTED), start=15):
             guest, _ = closing.enter_context(env.working(kind, MEMORY_MIB, index))
             guests[kind] = guest, env.store(kind).fresh(kind)
-            _first_commit(env, *guests[kind])
+            first_commit(env.rekindle, *guests[kind])
         for round_number in range(plan.encrypted_commits):
             env.log(f"encryption: turn {round_number + 1} of {plan.encrypted_commits}")
             turns = (PLAIN, ENCRYPTED)
@@ -291,22 +270,6 @@ def encryption(env: ProtectEnvironment, plan: Plan) -> None:
                 _commit_rewritten(env, *guests[kind], round_number, common)
         for _, store in guests.values():
             store.remove()
-
-
-def _rewrite(guest: Guest, area_mib: int) -> None:
-    """Makes the guest write the whole touched area again."""
-
-    def written_pages() -> int:
-        """Lets the guest write 400 MB/s, and returns how many pages it has written so far."""
-        return int(guest.command("dirty 400").split()[1])
-
-    first = written_pages()
-    deadline = time.monotonic() + 120.0
-    while written_pages() - first < area_mib * MIB // PAGE_BYTES:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{guest.name}: has not written {area_mib} MiB within 120 s")
-        time.sleep(0.05)
-    guest.command("dirty 0")
 
 
 def dd(source: Path, target: Path, length: int) -> tuple[int, int]:

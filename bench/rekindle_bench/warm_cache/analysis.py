@@ -5,6 +5,8 @@ to reboot, `at` the index of the access: -2 and -1 before the reboot, 1 and 2 af
 the guest's page cache for the disk server (the *retained cache*; `attic` in names), *cold* is a reboot without it.
 """
 
+from dataclasses import replace
+
 import pandas as pd
 
 from rekindle_bench.report import Bar, Findings, Sample
@@ -13,7 +15,7 @@ from rekindle_lab.stats import median
 
 from .native import PEERS
 from .plan import LIMITS
-from .rows import WAYS
+from .rows import SANDBOXES_OFF, SANDBOXES_ON, WAYS
 from .ways import COLD, WARM
 
 FIRST_READ_VS_COLD, FIRST_READ_VS_BEFORE = 8.7, 0.84
@@ -22,6 +24,18 @@ SLOWDOWN = 1.02
 """Bar: greatest ratio of durations."""
 HELPER_BACK_MS = 200
 """Bar: greatest time until a killed server serves again, in ms."""
+SPEED_KEPT = 1.05
+"""Bar: greatest ratio of a duration with all sandboxes to that without any."""
+SPEEDS = {
+    "vmm": "the pause of a reboot of the VMM",
+    "protect": "the pause of a checkpoint",
+    "protect-commit": "a checkpoint of 46 MB",
+    "restore": "a restore",
+    "fill": "all memory loaded",
+    "disk": "random reads",
+    "disk-write": "random writes with flushes",
+}
+"""What case `sandboxes` measures, by `Row.what`."""
 FIRST_S = 5
 """Seconds of a web server directly after a reboot whose rate counts."""
 STEADY_S = 10
@@ -56,6 +70,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     _retained(frame, findings)
     _memory(frame, findings)
     _helper(frame, findings)
+    _speed_kept(frame, findings)
     return findings
 
 
@@ -200,6 +215,32 @@ def _helper(frame: pd.DataFrame, findings: Findings) -> None:
     findings.add("helper_back", kills_ms, "ms", Bar(HELPER_BACK_MS), extra={"worst": max(kills_ms)})
     all_errors = sum(errors)
     findings.add("helper_back_errors", [all_errors], "errors", Bar(0), n=len(kills_ms))
+
+
+def _speed_kept(frame: pd.DataFrame, findings: Findings) -> None:
+    """Compares durations with all sandboxes with those without any; `speed_kept` is the worst of the ratios."""
+    if not len(matching(frame, case="sandboxes")):
+        findings.report_missing("speed_kept")
+        return
+    kept = Findings(findings.raw)
+    for what, label in SPEEDS.items():
+        on_ms, off_ms = (
+            milliseconds(pick(frame, "us", case="sandboxes", what=what, how=how))
+            for how in (SANDBOXES_ON, SANDBOXES_OFF)
+        )
+        kept.add_ratio(
+            f"speed_kept_{what.replace('-', '_')}",
+            Bar(SPEED_KEPT),
+            ours=Sample(f"{label}, with all sandboxes", on_ms),
+            peer=Sample("without", off_ms),
+            with_peer=False,
+        )
+    findings.figures += kept.figures
+    findings.absent += kept.absent
+    if kept.absent:
+        findings.report_missing("speed_kept", "all of its parts")
+    else:
+        findings.figures.append(replace(max(kept.figures, key=lambda figure: figure.value), id="speed_kept"))
 
 
 def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:

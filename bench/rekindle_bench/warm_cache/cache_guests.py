@@ -38,6 +38,8 @@ class CacheGuest(Guest):
     """Rate limit in the VM's definition."""
     data: bool = False
     """Whether the file is on a separate disk with XFS, whose pages are cached in large pieces (folios)."""
+    sandboxed: bool = True
+    """Whether QEMU filters its system calls, as Rekindle starts it by default."""
 
     @property
     def stands_in(self) -> bool:
@@ -62,11 +64,12 @@ class CacheGuest(Guest):
         return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
 
     def qemu_args(self) -> list[str]:
-        """Returns the arguments for the disk of a server that was started manually."""
-        if self.disk is not None:
-            return []
-        chardev = f"socket,id=byhand,path={self.cache},reconnect-ms=1000"
-        return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
+        """Returns the arguments that turn the filter of system calls off, and add the disk of a manual server."""
+        arguments = [] if self.sandboxed else ["-sandbox", "off"]
+        if self.disk is None:
+            chardev = f"socket,id=byhand,path={self.cache},reconnect-ms=1000"
+            arguments += ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
+        return arguments
 
     def disk_lines(self) -> list[str]:
         """Returns the disks of the definition, with the server and the rate limit."""

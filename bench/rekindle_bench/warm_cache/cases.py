@@ -9,6 +9,7 @@ from .helper import helper_back
 from .native import native, retained
 from .plan import Plan
 from .queries import tpch
+from .sandboxes import sandboxes
 from .web_server import http
 
 CASES: dict[str, Callable[[CacheEnvironment, Plan], None]] = {
@@ -25,4 +26,5 @@ CASES: dict[str, Callable[[CacheEnvironment, Plan], None]] = {
     "tpch": tpch,
     "peers": peers,
     "helper": helper_back,
+    "sandboxes": sandboxes,
 }

@@ -33,7 +33,7 @@ def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tu
     command += f" --invalidate=0 --gtod_reduce=1 --thread --output-format=json {' '.join(options)}"
     output = guest.ssh(command)
     job = json.loads(output[output.index("{") :])["jobs"][0]
-    counters = job["read"] if mode == "read" else job["write"]
+    counters = job["read"] if mode in ("read", "randread") else job["write"]
     if counters["io_bytes"] == 0:
         raise RekindleError(f"{guest.name}: fio moved nothing: {command}")
     # The job's runtime also has the wait for the disk at the end, which the runtime of the writes may miss.

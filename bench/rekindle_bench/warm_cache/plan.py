@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rekindle_bench.omissions import fewer
+from rekindle_bench.omissions import fewer, fewer_of_ways
 from rekindle_lab.slow import Limit
 
 LIMITS = {"paper": Limit(bytes_per_s=90_000_000), "cloud": Limit(bytes_per_s=125_000_000, operations_per_s=3000)}
@@ -55,6 +55,10 @@ class Plan:
     """Seconds for which the web server is measured before each reboot, and as many after it."""
     kills: int
     """Kills of a disk's server."""
+    sandbox_pairs: int
+    """Pairs of guests, one with all sandboxes and one without any."""
+    sandbox_rounds: dict[str, int]
+    """Measurements of each guest of a pair, by what is measured: `vmm`, `disk`, `protect`, `restore`."""
     kill_every_s: float = 2.5
     """Seconds between two kills; longer than a server must run for its next restart to have no delay."""
     memory_mib: int = 2048
@@ -94,6 +98,8 @@ FULL = Plan(
     http_rounds=3,
     http_s=30,
     kills=60,
+    sandbox_pairs=4,
+    sandbox_rounds={"vmm": 30, "disk": 10, "protect": 30, "restore": 15},
 )
 
 QUICK = Plan(
@@ -111,6 +117,8 @@ QUICK = Plan(
     http_rounds=1,
     http_s=15,
     kills=10,
+    sandbox_pairs=1,
+    sandbox_rounds={"vmm": 5, "disk": 3, "protect": 5, "restore": 3},
     budget_s=330.0,
 )
 
@@ -124,6 +132,8 @@ def left_out(plan: Plan) -> list[str]:
         *fewer("reboots of each way with TPC-H", plan.tpch_rounds, FULL.tpch_rounds),
         *fewer("reboots of each way with a web server", plan.http_rounds, FULL.http_rounds),
         *fewer("kills of a disk's server", plan.kills, FULL.kills),
+        *fewer("pairs of guests with and without sandboxes", plan.sandbox_pairs, FULL.sandbox_pairs),
+        *fewer_of_ways("each pair with and without sandboxes", plan.sandbox_rounds, FULL.sandbox_rounds, "all"),
     ]
     rounds_by_access = {(file.what, file.block): file.rounds for file in plan.files}
     for file in FULL.files:

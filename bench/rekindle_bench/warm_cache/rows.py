@@ -15,6 +15,8 @@ WAYS = ("warm-cache", "cold", "writeback", "none")
 - `cold`: with Rekindle's disk server, without a retained cache.
 - `writeback`, `none`: cold, with QEMU's own disk in this cache mode.
 """
+SANDBOXES_ON, SANDBOXES_OFF = "on", "off"
+"""The guests of case `sandboxes`: with all sandboxes, and without any."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +37,10 @@ class Row:
     - `tpch`: one run of all queries. `http`: one second of a web server.
     - `memory`: use of the host's memory during a reboot.
     - `kill`: of a disk server, until a server serves again. `verify`: data that was read and verified meanwhile.
+    - For `sandboxes`: `vmm` and `protect` are guest-stopped times of a warm reboot of the VMM and of a checkpoint;
+      `protect-commit` is the duration of that checkpoint with its commit; `restore` is from the command until the guest
+      runs; `fill` is from then until all of its memory is loaded; `disk` and `disk-write` are random reads of a disk,
+      and random writes with a flush after each.
     """
     how: str
     """Way of the reboot, one of `WAYS`; or what is compared without a reboot.
@@ -43,6 +49,7 @@ class Row:
     - `map`, `no-map`: with and without a block map.
     - `server`, `qsd` (io_uring), `qsd-native`, `qsd-threads`: disk servers.
     - `attic`, `attic-fresh`: reads from the retained cache, into used buffers and into untouched memory.
+    - `on`, `off`: with all sandboxes, and without any.
     """
     limit: str
     """Limit of the disk: a name in the plan's limits, or `none`."""
@@ -76,7 +83,8 @@ class Row:
     errors: int | None = None
     """For `verify`: number of errors."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """For `memory`: the steps of the reboot. For `tpch`: the queries. Each has `step` and `us` (its duration)."""
+    """For `memory`, `vmm`, `protect` and `restore`: the steps. For `tpch`: the queries. Each has `step` and `us` (its
+    duration)."""
 
 
 def read(path: Path) -> pd.DataFrame:

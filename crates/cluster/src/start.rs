@@ -42,7 +42,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
     }
     if has_shut_down(resource, &rundir) {
         // Must precede the query of the store, which decides between resuming and booting.
-        report_shutdown(&rundir);
+        report_shutdown(host, &rundir);
     }
     let time_left = deadline.saturating_duration_since(Instant::now());
     let listing = find_with_retries(resource, Instant::now() + time_left * STORE_TIME_PERCENT / 100)?;

@@ -86,7 +86,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     let lost_stray = is_stray.then(|| NOT_ATTACHED.to_owned());
     end_protector(&rundir, guest_deadline);
     let had_shut_down = has_shut_down(resource, &rundir);
-    let mut is_shutdown_reported = had_shut_down && report_shutdown(&rundir);
+    let mut is_shutdown_reported = had_shut_down && report_shutdown(host, &rundir);
     // A guest that this node still owns gets a last checkpoint.
     if has_unsettled_move(&rundir)
         && let Err(why) = loops::recover(&rundir, guest_deadline)
@@ -103,7 +103,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     // Of the same moment as the status.
     let has_shut_down = matches!(&status, Ok(Status::Stopped(why)) if why == OFF);
     if has_shut_down && !had_shut_down {
-        is_shutdown_reported = report_shutdown(&rundir);
+        is_shutdown_reported = report_shutdown(host, &rundir);
     }
     let is_suspended = !has_shut_down
         && matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
@@ -151,7 +151,7 @@ fn end_qemu(
     let timeout = if has_shut_down { ANSWER_TIMEOUT } else { Duration::ZERO };
     let stopped = stop::stop(host, name, Some(timeout), |rundir, _| {
         // Report the shutdown only once: afterwards another node may own the store.
-        is_shutdown_reported = is_shutdown_reported || report_shutdown(rundir);
+        is_shutdown_reported = is_shutdown_reported || report_shutdown(host, rundir);
         is_shutdown_reported
     });
     let stopped = stopped.or_else(|e| {
@@ -212,9 +212,9 @@ fn has_unsettled_move(rundir: &RunDir) -> bool {
 
 /// Reports to the store that the guest has shut down cleanly, so that its next start boots it. Returns whether the redo
 /// logs of its disks may be merged: not if another host may have the guest, because then that host owns the disks.
-pub fn report_shutdown(rundir: &RunDir) -> bool {
+pub fn report_shutdown(host: &Host, rundir: &RunDir) -> bool {
     let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
-        (Ok(Some(record)), Ok(Some(state))) => record.report_shutdown(rundir, &state),
+        (Ok(Some(record)), Ok(Some(state))) => record.report_shutdown(host, rundir, &state),
         (Ok(None), _) => Ok(()),
         _ => Err("the run directory cannot be read".into()),
     };

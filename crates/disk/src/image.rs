@@ -25,6 +25,17 @@ pub struct OpenMode {
     pub direct: bool,
 }
 
+impl OpenMode {
+    /// Opens a file, with more flags.
+    ///
+    /// # Errors
+    /// Errors of `open(2)`.
+    pub(crate) fn open(self, path: &Path, flags: OFlags) -> io::Result<File> {
+        let access = if self.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(path, access | flags, Mode::empty())?.into())
+    }
+}
+
 /// The reason why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
@@ -115,41 +126,50 @@ impl Image {
     ///
     /// *On success:* no other process that respects the locks can open the image for writing.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
-        Self::open_within(path, mode, RELEASE_TIMEOUT)
+        Self::open_with(path, mode, |flags| mode.open(path, flags))
+    }
+
+    /// Opens and locks the image at `path` as [`Self::open`] does. `open` opens the file.
+    pub fn open_with(
+        path: &Path,
+        mode: OpenMode,
+        open: impl Fn(OFlags) -> io::Result<File>,
+    ) -> Result<Self, ImageError> {
+        Self::open_unlocked(path, mode, open)?.lock_within(RELEASE_TIMEOUT)
     }
 
     /// Inspects the image at `path` without locking it. The image's content may change at any time.
     pub fn inspect(path: &Path) -> Result<Self, ImageError> {
-        Self::open_unlocked(path, OpenMode { readonly: true, direct: false })
+        let mode = OpenMode { readonly: true, direct: false };
+        Self::open_unlocked(path, mode, |flags| mode.open(path, flags))
     }
 
-    /// Opens an image like [`Image::open`], and waits up to `timeout` for a process that is releasing it.
-    fn open_within(path: &Path, mode: OpenMode, timeout: Duration) -> Result<Self, ImageError> {
-        let image = Self::open_unlocked(path, mode)?;
+    /// Locks the image, and waits up to `timeout` for a process that is releasing it.
+    fn lock_within(self, timeout: Duration) -> Result<Self, ImageError> {
         let deadline = Instant::now() + timeout;
         loop {
-            match image.lock() {
-                Ok(()) => return Ok(image),
+            match self.lock() {
+                Ok(()) => return Ok(self),
                 Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
                 Err(e) => return Err(e),
             }
         }
     }
 
-    fn open_unlocked(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
+    fn open_unlocked(
+        path: &Path,
+        mode: OpenMode,
+        open: impl Fn(OFlags) -> io::Result<File>,
+    ) -> Result<Self, ImageError> {
         let failed = |doing| {
             let path = path.to_owned();
             move |source: io::Error| ImageError::Io { path, doing, source }
         };
-        let access = if mode.readonly { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
-        let open = |flags| rustix::fs::open(path, access | flags, Mode::empty()).map(File::from);
         let (file, direct) = match mode.direct.then(|| open(OFlags::DIRECT)) {
             Some(Ok(file)) => (file, true),
             // `O_DIRECT` is not supported, for example by tmpfs, which is in memory anyway.
-            Some(Err(rustix::io::Errno::INVAL)) | None => {
-                (open(OFlags::empty()).map_err(|e| failed("opening it")(e.into()))?, false)
-            }
-            Some(Err(e)) => return Err(failed("opening it")(e.into())),
+            Some(Err(e)) if e.kind() != io::ErrorKind::InvalidInput => return Err(failed("opening it")(e)),
+            Some(Err(_)) | None => (open(OFlags::empty()).map_err(failed("opening it"))?, false),
         };
         let metadata = file.metadata().map_err(failed("reading its metadata"))?;
         let file_type = metadata.file_type();
@@ -230,7 +250,10 @@ mod tests {
     #[test]
     fn one_process_writes_an_image_or_several_read_it() {
         let (_directory, path) = create_image(1 << 20);
-        let open = |mode| Image::open_within(&path, mode, Duration::ZERO);
+        let open = |mode: OpenMode| {
+            let opened = Image::open_unlocked(&path, mode, |flags| mode.open(&path, flags));
+            opened.and_then(|image| image.lock_within(Duration::ZERO))
+        };
         let writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(writer.bytes, 1 << 20);
         assert!(matches!(open(WRITABLE), Err(ImageError::InUse { .. })));

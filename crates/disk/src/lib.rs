@@ -7,7 +7,7 @@
 //! | [`session`] | the vhost-user connection of a front end |
 //! | [`channel`] | notifications to a front end |
 //! | [`confinement`] | what the process may still use while it serves |
-//! | [`front_end_memory`] | access to the memory of QEMU, through a broker |
+//! | [`broker`] | files and memory that the process uses through a process outside of its confinement |
 //! | [`control`] | the protocol for management commands |
 //! | [`served_disk`] | the disk that these commands refer to, or the disk that the server waits for |
 //! | [`engine`] | the thread that moves the data |
@@ -36,6 +36,7 @@
 mod background;
 pub mod block;
 pub mod block_map;
+pub mod broker;
 pub mod channel;
 pub mod config;
 pub mod confinement;
@@ -43,7 +44,6 @@ pub mod control;
 pub mod descriptor_chain;
 pub mod digest;
 pub mod engine;
-pub mod front_end_memory;
 pub mod fuzz;
 pub mod image;
 pub mod inflight;

@@ -11,7 +11,7 @@
 //!        <── continues ──────── wake <───────── done
 //! ```
 
-use crate::front_end_memory::FrontEndMemory;
+use crate::broker::FrontEndMemory;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Event, Features, Mode, Userfault, UserfaultError};
 use rekindle_pages::PAGE_SIZE;

@@ -5,10 +5,11 @@
 //! released it, because a process on this or another host still writes it. No queue runs until a command names the
 //! epoch. Then the server opens and locks the image as usual, or rejects the command and continues to wait.
 
+use crate::broker::DiskBroker;
 use crate::engine::Handle;
 use crate::engine::command::{Command, OpenDisk};
 use crate::engine::refusal::Refusal;
-use crate::image::{Image, OpenMode};
+use crate::image::{Image, ImageError, OpenMode};
 use crate::keeper::{self, EpochId, Keeper, LogOptions};
 use crate::redo::error::error_chain;
 use crate::redo::recover::DiskVersion;
@@ -23,6 +24,8 @@ pub struct PendingDisk {
     pub mode: OpenMode,
     /// How to open the disk's log.
     pub redo: LogOptions,
+    /// `None`: this process is not confined.
+    pub broker: Option<Arc<DiskBroker>>,
     /// Whether a restore is still filling the guest's memory.
     pub is_filling: Arc<AtomicBool>,
 }
@@ -66,10 +69,11 @@ impl ServedDisk {
     pub fn open(&self, epoch: Option<EpochId>, is_filling: bool) -> Result<(), Refusal> {
         let mut pending_disk = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let pending = pending_disk.as_ref().ok_or_else(|| Refusal("it has its disk already".into()))?;
-        let image = Image::open(&pending.image, pending.mode).map_err(|e| Refusal(error_chain(&e)))?;
+        let image = Self::open_image(pending).map_err(|e| Refusal(error_chain(&e)))?;
         let version = epoch.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
         let options = LogOptions { version, ..pending.redo.clone() };
-        let mut opened_log = keeper::open(&image, options).map_err(|e| Refusal(error_chain(&e)))?;
+        let mut opened_log =
+            keeper::open(&image, options, pending.broker.clone()).map_err(|e| Refusal(error_chain(&e)))?;
         let log = opened_log.engine_log.take();
         pending.is_filling.store(is_filling, Ordering::Relaxed);
         self.engine.ask(|answer| Command::OpenDisk(Box::new(OpenDisk { image, log }), answer))?;
@@ -77,6 +81,13 @@ impl ServedDisk {
         let _ = self.keeper.set(opened_log.start(&self.engine));
         *pending_disk = None;
         Ok(())
+    }
+
+    fn open_image(PendingDisk { image, mode, broker, .. }: &PendingDisk) -> Result<Image, ImageError> {
+        match broker {
+            Some(broker) => Image::open_with(image, *mode, |flags| broker.open_image(flags)),
+            None => Image::open(image, *mode),
+        }
     }
 
     /// Releases image and log before the server ends.

@@ -1,22 +1,22 @@
 //! The process that serves one disk, and its two sockets.
 
+use crate::broker::{BrokeredFiles, DiskBroker, FrontEndMemory};
 use crate::channel;
 use crate::config::DiskConfig;
-use crate::confinement::ServerFiles;
+use crate::confinement;
 use crate::control;
 use crate::engine::command::{Command, ConnectionCommand, OpenDisk};
 use crate::engine::refusal::Refusal;
 use crate::engine::{self, ConnectionId, EngineDisk, Handle, Settings};
-use crate::front_end_memory::FrontEndMemory;
 use crate::image::{Image, ImageError, OpenMode};
 use crate::keeper::{self, LogOptions};
 use crate::redo::error::RedoError;
+use crate::redo::offline::image_name;
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
 use crate::served_disk::{PendingDisk, ServedDisk};
 use crate::session::{FillState, FrontEndSession};
 use rekindle_kernel::confinement::ConfinementError;
-use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -94,41 +94,43 @@ impl Stopper {
 /// *On failure:* nothing was served, the image is unchanged.
 pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeError> {
     let Service { image: path, mode, socket, control, mut redo, settings, is_awaiting_epoch, confine } = service;
-    // The broker must not inherit the image.
-    let memory = if confine { FrontEndMemory::through_broker()? } else { FrontEndMemory::default() };
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
             path.display()
         );
     }
+    let inspected = Image::inspect(&path)?;
+    let broker = if confine {
+        let may_have_log = !mode.readonly && redo.directory_for(&inspected).is_some();
+        redo.image_name = image_name(&path);
+        let redo = redo.files(&inspected, mode);
+        let sockets = [socket.clone(), control.clone()];
+        // It must not inherit the locked image.
+        Some(Arc::new(DiskBroker::start(BrokeredFiles { image: path.clone(), mode, redo, may_have_log, sockets })?))
+    } else {
+        None
+    };
+    let memory = FrontEndMemory::new(broker.clone());
     // The image is locked, unless the server waits: of two servers only one gets as far as its sockets.
-    let image = if is_awaiting_epoch { Image::inspect(&path)? } else { Image::open(&path, mode)? };
+    let image = if is_awaiting_epoch { inspected } else { Image::open(&path, mode)? };
     let is_filling = Arc::clone(&settings.is_filling);
     let config = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
     let (front_ends, control_clients) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let ring = engine::create_ring().map_err(failed)?;
-    // A server that waits may get another directory from the previous owner of the disk.
-    redo.reserves_directory = confine && !is_awaiting_epoch;
-    let redo_directory = redo.directory_for(&image).filter(|_| !mode.readonly);
-    let files = ServerFiles {
-        image: &path,
-        mode,
-        redo: redo_directory.as_deref(),
-        control: &control,
-        is_awaiting: is_awaiting_epoch,
-    };
-    // Called when all files are open, before there are other threads.
-    let confine = || if confine { files.confinement().enter() } else { Ok(()) };
+    confinement::create_frames_directory(&control);
+    // The image and the sockets are open, and there are no other threads yet. The redo log is read afterwards.
+    if confine {
+        confinement::of_server(&control).enter()?;
+        broker.iter().try_for_each(|broker| broker.end_process_with_it()).map_err(failed)?;
+    }
     let (disk, engine_thread) = if is_awaiting_epoch {
-        confine()?;
         let (engine, engine_thread) = engine::start(EngineDisk::Awaited(image), settings, ring).map_err(failed)?;
-        let pending = PendingDisk { image: path.clone(), mode, redo, is_filling: Arc::clone(&is_filling) };
-        (ServedDisk::awaited(engine, pending), engine_thread)
+        let (image, is_filling, broker) = (path.clone(), Arc::clone(&is_filling), broker.clone());
+        (ServedDisk::awaited(engine, PendingDisk { image, mode, redo, broker, is_filling }), engine_thread)
     } else {
-        let mut opened_log = keeper::open(&image, redo)?;
-        confine()?;
+        let mut opened_log = keeper::open(&image, redo, broker.clone())?;
         let disk = OpenDisk { image, log: opened_log.engine_log.take() };
         let (engine, engine_thread) =
             engine::start(EngineDisk::Open(Box::new(disk)), settings, ring).map_err(failed)?;
@@ -137,9 +139,9 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     let disk = Arc::new(disk);
     let engine = disk.engine.clone();
     accept(front_ends, move |number, stream| {
-        let process = peer(&stream);
-        let is_filling = Arc::clone(&is_filling);
-        let fill_state = FillState { is_filling, process, memory: memory.clone() };
+        // A process that has ended needs no memory.
+        let front_end = memory.identify(&stream).ok();
+        let fill_state = FillState { is_filling: Arc::clone(&is_filling), front_end, memory: memory.clone() };
         serve_front_end(&engine, ConnectionId(number), config, fill_state, stream);
     });
     let controlled_disk = Arc::clone(&disk);
@@ -151,8 +153,9 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     ready(Stopper(disk.engine.clone()));
     let ended = engine_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     disk.release();
-    for socket in [&socket, &control] {
-        let _ = fs::remove_file(socket);
+    match &broker {
+        Some(broker) => broker.remove_sockets(),
+        None => [&socket, &control].into_iter().for_each(|socket| drop(fs::remove_file(socket))),
     }
     ended.map_err(failed)
 }
@@ -203,12 +206,6 @@ fn accept(listener: UnixListener, serve: impl Fn(u32, UnixStream) + Clone + Send
     });
 }
 
-/// Returns the process that has connected.
-fn peer(stream: &UnixStream) -> Option<u32> {
-    let peer = socket_peercred(stream).ok()?;
-    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
-}
-
 /// Removes a front end from the engine on drop, also during a panic.
 struct LeaveOnDrop<'a> {
     engine: &'a Handle,
@@ -229,7 +226,10 @@ fn serve_front_end(
     fill_state: FillState,
     stream: UnixStream,
 ) {
-    engine.send(Command::Connection(connection_id, ConnectionCommand::Join { process: fill_state.process }));
+    engine.send(Command::Connection(
+        connection_id,
+        ConnectionCommand::Join { process: fill_state.front_end.map(|process| process.pid) },
+    ));
     let _leave_on_drop = LeaveOnDrop { engine, connection_id };
     let session = FrontEndSession::new(engine.clone(), connection_id, config, fill_state);
     let error = handle_messages(engine, connection_id, session, stream);

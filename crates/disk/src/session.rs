@@ -8,13 +8,14 @@
 //! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues. If
 //! another front end starts a queue meanwhile, the command is rejected.
 
+use crate::broker::FrontEndMemory;
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL, PROTOCOL_FEATURES};
 use crate::engine::command::{Command, ConnectionCommand, Notification, QueueDescriptors, Rings};
 use crate::engine::refusal::{Answer, Refusal};
 use crate::engine::{ConnectionId, Handle, MAX_QUEUE_ENTRIES};
-use crate::front_end_memory::FrontEndMemory;
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
+use rekindle_kernel::process::Process;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::fs::File;
 use std::io;
@@ -70,8 +71,8 @@ struct QueueSetup {
 pub struct FillState {
     /// A restore is still filling the guest's memory.
     pub is_filling: Arc<AtomicBool>,
-    /// The front end's process; `None` if the kernel does not report it.
-    pub process: Option<u32>,
+    /// The front end's process; `None` if the kernel does not report it, or it has ended.
+    pub front_end: Option<Process>,
     pub memory: FrontEndMemory,
 }
 
@@ -116,7 +117,7 @@ impl FrontEndSession {
             io::Error::other("its memory is still being filled, and the kernel does not report which process has it")
         };
         let access = self.fill_state.memory.clone();
-        let process = access.find(self.fill_state.process.ok_or_else(unknown_process)?)?;
+        let process = self.fill_state.front_end.ok_or_else(unknown_process)?;
         Ok(Arc::new(Memory::map_missing(regions, process, access)?))
     }
 

@@ -209,16 +209,35 @@ pub(crate) fn is_served(rundir: &RunDir) -> Result<bool, FillError> {
 
 /// Tries to lock the pager's write record. Returns `None` if another process holds the lock.
 pub(crate) fn try_lock_write_record(rundir: &RunDir) -> Result<Option<File>, FillError> {
-    try_lock(rundir.file("fill.lock"), FlockOperation::NonBlockingLockExclusive)
+    try_lock(write_record_lock(rundir), FlockOperation::NonBlockingLockExclusive)
+}
+
+/// Returns the lock file of the pager's write record.
+pub(crate) fn write_record_lock(rundir: &RunDir) -> PathBuf {
+    rundir.file("fill.lock")
 }
 
 /// Tries to lock the file `path`. Returns `None` if another process holds a conflicting lock.
 fn try_lock(path: PathBuf, operation: FlockOperation) -> Result<Option<File>, FillError> {
-    let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-    let locked = opened.and_then(|file| match flock(&file, operation) {
-        Ok(()) => Ok(Some(file)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-        Err(e) => Err(e.into()),
-    });
-    locked.map_err(|source| FillError::File { path, source })
+    let file = open_lock(path.clone())?;
+    Ok(try_flock(&file, path, operation)?.then_some(file))
+}
+
+/// Opens a lock file, only for locking it.
+pub(crate) fn open_lock(path: PathBuf) -> Result<File, FillError> {
+    let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    created.and_then(|_| File::open(&path)).map_err(|source| FillError::File { path, source })
+}
+
+/// Tries to take the exclusive lock of an open lock file. Returns whether this process has it.
+pub(crate) fn try_lock_file(file: &File, path: PathBuf) -> Result<bool, FillError> {
+    try_flock(file, path, FlockOperation::NonBlockingLockExclusive)
+}
+
+fn try_flock(file: &File, path: PathBuf, operation: FlockOperation) -> Result<bool, FillError> {
+    match flock(file, operation) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(e) => Err(FillError::File { path, source: e.into() }),
+    }
 }

@@ -56,6 +56,12 @@ impl KnownStoreFile {
         Self { name: name.to_owned(), path: host.known_store(name) }
     }
 
+    /// Returns the file of a VM in a directory of a test.
+    #[cfg(test)]
+    pub(crate) fn in_directory(directory: &std::path::Path, name: &str) -> Self {
+        Self { name: name.to_owned(), path: directory.join("stores").join(format!("{name}.json")) }
+    }
+
     /// Returns what is known, and rejects credentials without a key if the store is known to be encrypted: an attacker may
     /// have exchanged it for one without encryption.
     ///
@@ -124,14 +130,10 @@ mod tests {
     use rekindle_store::types::KnownState;
     use uuid::Uuid;
 
-    fn file(dir: &tempfile::TempDir) -> KnownStoreFile {
-        KnownStoreFile { name: "web".into(), path: dir.path().join("stores/web.json") }
-    }
-
     #[test]
     fn a_host_remembers_the_store_until_it_forgets_it() {
         let dir = tempfile::tempdir().unwrap();
-        let file = file(&dir);
+        let file = KnownStoreFile::in_directory(dir.path(), "web");
         assert_eq!(file.check(None).unwrap(), None);
         let reached = KnownState { epoch: 3, checkpoint: 7 };
         let known = KnownStore { id: Uuid::from_u128(1), encrypted: false, reached, footer: u64::MAX, claim_footer: 1 };
@@ -156,7 +158,7 @@ mod tests {
     #[test]
     fn a_record_that_cannot_be_read_is_an_error_with_the_remedy() {
         let dir = tempfile::tempdir().unwrap();
-        let file = file(&dir);
+        let file = KnownStoreFile::in_directory(dir.path(), "web");
         fs::create_dir(dir.path().join("stores")).unwrap();
         fs::write(&file.path, "{").unwrap();
         let e = file.check(None).unwrap_err();

@@ -16,6 +16,7 @@
 //! | [`candidate`] | boot snapshots |
 //! | [`restore`] | resumes a guest from a checkpoint; its pages load on demand |
 //! | [`fill`], [`pager`] | a restored guest whose memory is incomplete, and the process that loads it |
+//! | `fill_files` | the files that the pager uses in the run directory, through its broker |
 //! | `write_record` | checkpoints of a guest that is still being filled |
 //! | [`output`] | releases held network output |
 //! | [`moving`] | moves a guest to another host |
@@ -30,6 +31,7 @@ mod epochs;
 mod error;
 pub mod event;
 pub mod fill;
+mod fill_files;
 pub mod known_store;
 mod load_pages;
 pub mod moving;

@@ -7,13 +7,15 @@
 //! checkpoint are not part of the guest any more.
 
 use crate::credential_paths::CredentialPaths;
+use crate::known_store::{KnownStoreError, KnownStoreFile};
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
 use rekindle_store::remote::SpareConnections;
-use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
+use rekindle_store::types::{Expected, Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
@@ -143,6 +145,30 @@ impl OwnerRecord {
         Ok(fenced)
     }
 
+    /// Makes this host the owner of `store` for a guest that is about to boot from its disks, unless the store was exchanged
+    /// or rolled back, or its owner epoch is not `at_epoch`. Records the ownership, and what is known of the store.
+    ///
+    /// # Errors
+    /// [`OwnError`]: the guest must not run.
+    pub fn claim_for_boot(
+        host: &Host,
+        rundir: &RunDir,
+        store: &StoreUrl,
+        credentials: Option<&Credentials>,
+        vm: &Vm,
+        at_epoch: Option<u64>,
+    ) -> Result<(), OwnError> {
+        let known_store = KnownStoreFile::of(host, rundir.name());
+        let known = known_store.check(credentials)?;
+        let only_if = Some(OnlyIf::Expected(Expected { at_epoch, known, ..Expected::default() }));
+        let owner = Owner::here(&format!("start {}", rundir.name())).with(Guest::Booted);
+        let fenced = Self::claim(rundir, store, credentials, vm, &owner, only_if)?;
+        if let Some(known) = fenced.known {
+            known_store.note(store, known);
+        }
+        Ok(())
+    }
+
     /// Reads the record of the VM of `rundir`. `None`: there is no record.
     ///
     /// # Errors
@@ -230,32 +256,40 @@ impl OwnerRecord {
     }
 
     /// Records in the store that the guest has shut down cleanly and needs no checkpoint any more, unless another host
-    /// has the guest.
+    /// has the guest. From then on this host knows the store in this state.
     ///
     /// # Errors
     /// [`StoreError::Superseded`]: another host has the guest. After other errors it is unknown whether one has.
-    pub fn report_end(&self, vm: &Vm) -> Result<(), StoreError> {
+    fn report_end(&self, known_store: &KnownStoreFile, vm: &Vm) -> Result<(), StoreError> {
         let owner = Owner::here(&format!("stop {}", vm.name)).with(Guest::Ended);
         let only_if = Some(OnlyIf::Run { run: self.run });
         match admin::fence(&self.store, vm, &owner, only_if, self.credentials().as_ref()) {
             // Without a store there is no checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
-            fenced => fenced.map(drop),
+            fenced => {
+                if let Some(known) = fenced?.known {
+                    known_store.note(&self.store, known);
+                }
+                Ok(())
+            }
         }
     }
 
-    /// Does the same as [`OwnerRecord::report_end`] for the VM of a run directory. Must be called before the VM's redo
-    /// logs are merged: another host may have the guest.
+    /// Records in the store that the guest of `rundir` has shut down cleanly and needs no checkpoint any more. Must be called
+    /// before the VM's redo logs are merged: another host may have the guest.
     ///
     /// # Errors
-    /// The errors of [`OwnerRecord::report_end`]. [`OwnedElsewhere`]: another host has the guest.
+    /// [`OwnedElsewhere`], or [`StoreError::Superseded`]: another host has the guest. After other errors it is unknown whether
+    /// one has.
     pub fn report_shutdown(
         &self,
+        host: &Host,
         rundir: &RunDir,
         state: &State,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.may_run(rundir)?;
-        Ok(self.report_end(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
+        let vm = Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() };
+        Ok(self.report_end(&KnownStoreFile::of(host, rundir.name()), &vm)?)
     }
 
     /// Ends immediately every process on this host of a guest that another host has. No redo log is merged.
@@ -276,6 +310,8 @@ impl OwnerRecord {
 pub enum OwnError {
     #[error(transparent)]
     Store(#[from] StoreError),
+    #[error(transparent)]
+    KnownStore(#[from] KnownStoreError),
     #[error(transparent)]
     RunDir(#[from] TargetError),
 }
@@ -308,13 +344,17 @@ mod tests {
         let record_b = start_guest(&rundir_b, Guest::Restored);
         let owner = record_a.query_new_owner(vm().uuid).unwrap().unwrap();
         assert_eq!((owner.run, owner.boot), (2, 1));
-        assert!(matches!(record_a.report_end(&vm()), Err(StoreError::Superseded { .. })));
+        let [known_a, known_b] =
+            [&rundir_a, &rundir_b].map(|rundir| KnownStoreFile::in_directory(rundir.path(), "web"));
+        assert!(matches!(record_a.report_end(&known_a, &vm()), Err(StoreError::Superseded { .. })));
+        assert_eq!(known_a.check(None).unwrap(), None);
         // The run directory has no state, so there is no process to end.
         let superseded = record_a.end_guest(&rundir_a, &owner).unwrap();
         assert!(superseded.to_string().contains("rekindle stop web"), "{superseded}");
         assert!(OwnerRecord::read(&rundir_a).unwrap().unwrap().may_run(&rundir_a).is_err());
         assert!(record_b.may_run(&rundir_b).is_ok() && record_b.query_new_owner(vm().uuid).unwrap().is_none());
-        record_b.report_end(&vm()).unwrap();
+        record_b.report_end(&known_b, &vm()).unwrap();
+        assert_eq!(known_b.check(None).unwrap().unwrap().reached.epoch, 3, "the end is the third claim");
         assert_eq!(record_b.query_new_owner(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
         // Another VM's store at the same path, e.g. because this VM's store is not mounted, decides nothing.
         assert!(matches!(record_a.query_new_owner(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));

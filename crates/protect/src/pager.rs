@@ -5,17 +5,18 @@
 //! userfaultfd, so access to a missing page blocks. Its parameters are in `fill.json` ([`crate::fill`]), which it
 //! removes when the fill is complete.
 
-use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager, try_lock_write_record};
-use crate::pager_confinement::{PagerBroker, confinement};
+use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager};
+use crate::fill_files::FillFiles;
+use crate::pager_confinement::{GrantedFiles, confinement};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_store::{Image, StoreError};
+use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
+use std::fs::File;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -91,7 +92,7 @@ pub fn serve(
     let fill = read_fill(rundir)?;
     let memory = MissingMemory::take_over(rundir, &fill, confine)?;
     let image = Arc::new(fill.open_checkpoint()?);
-    memory.load(rundir, &fill, &image, stop, on_event)
+    memory.load(&fill, &image, stop, on_event)
 }
 
 /// Replaces a process that supplies the pages now, and then does the same as [`serve`]. First does the slow
@@ -108,16 +109,16 @@ pub fn serve_after(
     let image = Arc::new(fill.open_checkpoint()?);
     on_ready();
     let _pager_lock = loop {
-        match lock_pager(rundir) {
+        match memory.files.lock_pager() {
             Err(FillError::AlreadyServed { .. }) if !stop.load(Ordering::Relaxed) => thread::sleep(LOCK_POLL_INTERVAL),
             locked => break locked?,
         }
     };
     // Another restore of the VM may have started in the meantime.
-    match Fill::read(rundir)? {
-        Some(current) if current == fill => memory.load(rundir, &fill, &image, stop, on_event),
-        _ => Err(FillError::NothingToFill { name: rundir.name().into() }),
+    if !memory.files.is_current()? {
+        return Err(FillError::NothingToFill { name: rundir.name().into() });
     }
+    memory.load(&fill, &image, stop, on_event)
 }
 
 /// Waits until no pager serves the VM of `rundir`, whose QEMU has ended: the pager notices that end a moment later.
@@ -156,41 +157,46 @@ struct MissingMemory {
     ram: GuestRam,
     /// `None`: the previous pager was killed after the fill was complete.
     pager: Option<Pager>,
-    /// `None`: this process is not confined.
-    broker: Option<Arc<PagerBroker>>,
+    files: FillFiles,
+    /// Empty if this process is not confined.
+    granted: GrantedFiles,
 }
 
 impl MissingMemory {
     /// Takes over the descriptors of QEMU, then confines this process, which has read nothing of the store yet. The
     /// previous pager may still serve.
     fn take_over(rundir: &RunDir, fill: &Fill, confine: bool) -> Result<Self, FillError> {
-        fill.read_secrets()?;
         let process = fill.vmm.process();
         let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
         let mut pager = Pager::take_over(Injector::new(process)?, &ram, |id| fill.is_paged(id))?;
-        if !confine {
-            return Ok(Self { ram, pager, broker: None });
+        let mut files = FillFiles::new(rundir, fill);
+        if confine {
+            files = files.through_broker(pager.as_ref().and_then(Pager::registration))?;
         }
-        let registration = pager.as_ref().and_then(Pager::registration);
-        let broker = Arc::new(PagerBroker::start(registration, rundir.clone())?);
-        if let Some(pager) = &mut pager {
-            let broker = Arc::clone(&broker);
-            pager.close_through(move || broker.close());
+        if let (Some(pager), Some(close)) = (&mut pager, files.close_through()) {
+            pager.close_through(close);
         }
-        confinement(rundir, fill).enter()?;
-        Ok(Self { ram, pager, broker: Some(broker) })
+        // After the broker was started, which needs no secrets.
+        fill.read_secrets()?;
+        let mut granted = GrantedFiles::default();
+        if confine {
+            let confinement = confinement(fill);
+            granted = GrantedFiles::of(&confinement);
+            confinement.enter()?;
+            files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
+        }
+        Ok(Self { ram, pager, files, granted })
     }
 
     /// Loads pages until none is missing or `stop` is set. The caller holds the pager's lock.
     fn load(
         self,
-        rundir: &RunDir,
         fill: &Fill,
         image: &Arc<Image>,
         stop: &AtomicBool,
         on_event: &mut dyn FnMut(&PagerEvent),
     ) -> Result<Progress, FillError> {
-        let Self { ram, pager, broker } = self;
+        let Self { ram, pager, files, granted } = self;
         // While this lock is held, a protector cannot mistake the VM for one that still fills.
         let _write_record_lock;
         let progress = match pager {
@@ -198,8 +204,9 @@ impl MissingMemory {
                 // The previous pager has ended.
                 pager.wake_blocked()?;
                 on_event(&PagerEvent::Serving { checkpoint: fill.number });
-                let mut end_of_fill = EndOfFill { rundir, fill, write_record_lock: None };
+                let mut end_of_fill = EndOfFill { files: &files, write_record_lock: None };
                 let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
+                pages.granted = granted;
                 let progress = if image.has_latency() {
                     let order = recently_written_pages_later(image.clone(), fill.clone());
                     pager.run_in_order(&mut pages, order, stop, || end_of_fill.decide())?
@@ -218,11 +225,8 @@ impl MissingMemory {
         };
         if progress.complete {
             fault::point("fill.end.closed", None, None);
-            match broker {
-                Some(broker) => broker.notify_filled(),
-                None => disks::notify_filled(rundir),
-            }
-            fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
+            files.notify_filled();
+            files.remove()?;
             let Progress { demanded, filled, zero, worst_ns, .. } = progress;
             on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });
         } else {
@@ -251,11 +255,14 @@ fn recently_written_pages_later(
     fill: Fill,
 ) -> impl Iterator<Item = Option<(usize, Range<u64>)>> + use<> {
     let (sender, receiver) = mpsc::sync_channel(KNOWN_IN_ADVANCE);
-    // It ends with the process, or after the receiver. It is not joined, since it may wait for a server.
-    thread::spawn(move || {
+    let send_all = move || {
         let sent = recently_written_pages(&image, &fill).map(|run| sender.send(run));
         sent.take_while(Result::is_ok).for_each(drop);
-    });
+    };
+    // It ends with the process, or after the receiver. It is not joined, since it may wait for a server.
+    if let Err(e) = thread::Builder::new().name("fill order".into()).spawn(send_all) {
+        tracing::debug!("the pages load in the order of memory: {e}");
+    }
     std::iter::from_fn(move || match receiver.try_recv() {
         Ok(run) => Some(Some(run)),
         Err(TryRecvError::Empty) => Some(None),
@@ -265,27 +272,26 @@ fn recently_written_pages_later(
 
 /// Decides what happens to the pager's write record when the fill is complete.
 struct EndOfFill<'a> {
-    rundir: &'a RunDir,
-    fill: &'a Fill,
+    files: &'a FillFiles,
     /// Set when no protector uses the record any more; keeps protectors from using it.
-    write_record_lock: Option<File>,
+    write_record_lock: Option<Arc<File>>,
 }
 
 impl EndOfFill<'_> {
     fn decide(&mut self) -> Completion {
-        match try_lock_write_record(self.rundir) {
+        match self.files.try_lock_write_record() {
             Ok(Some(lock)) => {
                 self.write_record_lock = Some(lock);
                 fault::point("fill.end.locked", None, None);
-                match Fill::read(self.rundir) {
-                    Ok(Some(Fill { stage: FillStage::HandedOver, .. })) => Completion::HandedOver,
+                match self.files.read_stage() {
+                    Ok(Some(FillStage::HandedOver)) => Completion::HandedOver,
                     _ => Completion::Release,
                 }
             }
             Ok(None) => {
-                let stage = Fill::read(self.rundir).ok().flatten().map(|fill| fill.stage);
+                let stage = self.files.read_stage().ok().flatten();
                 if stage == Some(FillStage::Filling)
-                    && let Err(e) = self.fill.with_stage(FillStage::Filled).write(self.rundir)
+                    && let Err(e) = self.files.record_filled()
                 {
                     tracing::debug!("cannot notify the protector that the fill is complete: {e}");
                 }
@@ -308,12 +314,15 @@ pub(crate) struct CheckpointPages<'a> {
     on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
     /// The error that was reported last, so that each error is reported once.
     last_error: Option<String>,
+    /// If one of them was replaced, a failed read is not retried: this process may not use the new one, but another
+    /// pager can.
+    granted: GrantedFiles,
 }
 
 impl<'a> CheckpointPages<'a> {
     pub(crate) fn new(image: &'a Image, ram: &GuestRam, on_event: Option<&'a mut dyn FnMut(&PagerEvent)>) -> Self {
         let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
-        Self { image, positions, on_event, last_error: None }
+        Self { image, positions, on_event, last_error: None, granted: GrantedFiles::default() }
     }
 
     /// Returns the position in the checkpoint of a RAM block of the guest.
@@ -371,6 +380,9 @@ impl PageSource for CheckpointPages<'_> {
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
+        if self.granted.is_any_replaced() {
+            return None;
+        }
         let text = error.to_string();
         if self.last_error.as_ref() != Some(&text) {
             if let Some(on_event) = &mut self.on_event {

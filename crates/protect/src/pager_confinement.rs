@@ -1,20 +1,14 @@
-//! What a pager may use while it reads a store, and what its broker does for it.
+//! What a pager may use while it reads a store. [`crate::fill_files`] has what its broker does for it.
 
 use crate::fill::Fill;
-use rekindle_kernel::confinement::broker::Broker;
-use rekindle_kernel::confinement::{Access, Calls, CapabilitySet, Confinement, ConfinementError, Grant};
-use rekindle_memory::missing::Registration;
+use rekindle_kernel::confinement::{Access, Calls, Confinement, Grant};
 use rekindle_store::StoreUrl;
-use rekindle_vm::disks;
-use rekindle_vm::rundir::RunDir;
+use rekindle_store::environment_file::names_file;
 use std::env;
+use std::ffi::OsString;
 use std::fs;
-use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-
-/// The broker's operations.
-const CLOSE: u64 = 0;
-const NOTIFY_FILLED: u64 = 1;
 
 /// Files that name resolution and TLS read.
 const NETWORK_FILES: &[&str] = &[
@@ -41,55 +35,53 @@ const NETWORK_FILES: &[&str] = &[
 ];
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// Does what a confined pager cannot do.
-#[derive(Debug)]
-pub(crate) struct PagerBroker(Broker);
-
-impl PagerBroker {
-    /// Starts the broker, for the memory of `registration`.
-    pub(crate) fn start(registration: Option<Registration>, rundir: RunDir) -> Result<Self, ConfinementError> {
-        let answer = move |[operation]: [u64; 1]| match operation {
-            CLOSE => registration.map_or(Ok(()), Registration::close).map(|()| 0).map_err(io::Error::other),
-            NOTIFY_FILLED => {
-                disks::notify_filled(&rundir);
-                Ok(0)
-            }
-            _ => Err(io::ErrorKind::Unsupported.into()),
-        };
-        Ok(Self(Broker::start(1, CapabilitySet::SYS_PTRACE, answer)?))
-    }
-
-    /// Closes the userfaultfd in QEMU.
-    pub(crate) fn close(&self) -> io::Result<()> {
-        self.0.ask([CLOSE]).map(drop)
-    }
-
-    /// Notifies the servers of the VM's disks that all memory is loaded.
-    pub(crate) fn notify_filled(&self) {
-        if let Err(e) = self.0.ask([NOTIFY_FILLED]) {
-            tracing::debug!("disk servers still check for missing pages: {e}");
-        }
-    }
-}
-
 /// Returns the confinement of the pager of `fill`.
-pub(crate) fn confinement(rundir: &RunDir, fill: &Fill) -> Confinement {
-    let mut files = vec![Grant::new(rundir.path(), Access::Directory)];
-    let mut calls = Calls::FILES | Calls::USERFAULTFD;
+pub(crate) fn confinement(fill: &Fill) -> Confinement {
+    let mut files = Vec::new();
+    let mut calls = Calls::FILES | Calls::MISSING_PAGES;
     let mut read = |path: &Path| files.push(Grant::new(path, Access::Read));
     if let StoreUrl::Directory(directory) = &fill.store {
         read(directory);
     } else {
         calls |= Calls::NETWORK;
         NETWORK_FILES.iter().map(Path::new).for_each(&mut read);
-        let variables = env::vars_os().filter(|(name, _)| {
-            name.to_str().is_some_and(|name| name.starts_with("AWS_") || name.starts_with("SSL_CERT_"))
-        });
-        let named_files = variables.map(|(_, value)| PathBuf::from(value)).filter(|path| path.is_absolute());
+        let names_files = |name: &OsString| {
+            name.to_str().is_some_and(|name| names_file(name) || name == "SSL_CERT_FILE" || name == "SSL_CERT_DIR")
+        };
+        // `SSL_CERT_DIR` may name several.
+        let values = env::vars_os().filter(|(name, _)| names_files(name)).map(|(_, value)| value);
+        let named_files = values.flat_map(|value| env::split_paths(&value).collect::<Vec<_>>());
+        let named_files = named_files.filter(|path| path.is_absolute());
         named_files.chain(fill.connection_files()).for_each(|path| read(&path));
         resolver_files().iter().for_each(|path| read(path));
     }
     Confinement { files, calls }
+}
+
+/// The files and directories that a confined process may use, as they were when it was confined.
+#[derive(Debug, Default)]
+pub(crate) struct GrantedFiles(Vec<(PathBuf, FileId)>);
+
+/// Device and inode.
+type FileId = (u64, u64);
+
+impl GrantedFiles {
+    /// Inspects the files of a confinement that is about to be entered.
+    pub(crate) fn of(confinement: &Confinement) -> Self {
+        let granted = confinement.files.iter().filter_map(|grant| Some((grant.path.clone(), file_id(&grant.path)?)));
+        Self(granted.collect())
+    }
+
+    /// Returns whether another file has the path of one of them now: a renewed certificate, another mount.
+    pub(crate) fn is_any_replaced(&self) -> bool {
+        // A missing file may be in the middle of a replacement.
+        self.0.iter().any(|(path, id)| file_id(path).is_some_and(|current| current != *id))
+    }
+}
+
+fn file_id(path: &Path) -> Option<FileId> {
+    let metadata = fs::metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino()))
 }
 
 /// Returns the resolver's configuration. Programs that change it replace the file, so its directory is granted if the
@@ -108,7 +100,9 @@ fn resolver_files() -> Vec<PathBuf> {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use rekindle_kernel::userfault::abi;
     use rekindle_testing::hostile::{Attempt, Outcome, run};
+    use rekindle_vm::rundir::RunDir;
     use serde_json::json;
     use std::net::TcpListener;
     use std::os::unix::net::UnixListener;
@@ -120,7 +114,24 @@ mod tests {
     }
 
     #[test]
-    fn a_hostile_pager_reaches_its_own_vm_and_store_only() {
+    fn a_replaced_file_is_noticed_and_a_missing_or_changed_one_is_not_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
+        fs::write(&file, "1").unwrap();
+        let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES });
+        fs::write(&file, "2").unwrap();
+        assert!(!granted.is_any_replaced());
+        // The first file stays, so that the new one has another inode.
+        fs::rename(&file, root.path().join("old")).unwrap();
+        assert!(!granted.is_any_replaced());
+        fs::write(&new, "3").unwrap();
+        fs::rename(&new, &file).unwrap();
+        assert!(granted.is_any_replaced());
+    }
+
+    #[test]
+    fn a_hostile_pager_reaches_its_store_only() {
         let root = tempfile::tempdir().unwrap();
         let [own, other] = ["own", "other"].map(|name| RunDir::new(root.path(), name));
         let store = |name: &str| root.path().join(format!("store-{name}"));
@@ -128,6 +139,7 @@ mod tests {
             fs::create_dir(rundir.path()).unwrap();
             fs::create_dir(store(name)).unwrap();
             fs::write(rundir.file("state.json"), "{}").unwrap();
+            fs::write(rundir.file("fill.json"), "{}").unwrap();
             fs::write(store(name).join("superblock"), "x").unwrap();
         }
         let qmp = other.file("qmp.sock");
@@ -136,12 +148,17 @@ mod tests {
         let mut other_qemu = Command::new("sleep").arg("1000").spawn().unwrap();
         let confined = |attempt: &Attempt, store: &str| {
             let fill = fill(store);
-            run(attempt, || confinement(&own, &fill).enter().unwrap())
+            run(attempt, || confinement(&fill).enter().unwrap())
         };
         let directory = store("own").display().to_string();
         for (is_denied_with_network, attempt) in [
             (true, Attempt::Read(store("other").join("superblock"))),
             (true, Attempt::Read(other.file("state.json"))),
+            (true, Attempt::Read(own.file("state.json"))),
+            (true, Attempt::Write(own.file("state.json"))),
+            (true, Attempt::Write(own.file("fill.json"))),
+            (true, Attempt::Create(own.file("operation.json"))),
+            (true, Attempt::Remove(own.file("operation.json"))),
             (true, Attempt::Read("/etc/shadow".into())),
             (true, Attempt::Write("/proc/sys/vm/overcommit_memory".into())),
             (true, Attempt::ConnectUnix(qmp)),
@@ -160,6 +177,9 @@ mod tests {
         }
         other_qemu.kill().unwrap();
         other_qemu.wait().unwrap();
+        // Supplying pages is allowed, registering other memory of QEMU is not.
+        assert_eq!(confined(&Attempt::Request(abi::COPY), &directory), Outcome::Failed(25), "ENOTTY");
+        assert_eq!(confined(&Attempt::Request(abi::REGISTER), &directory), Outcome::Killed(31), "SIGSYS");
         let own_superblock = store("own").join("superblock");
         assert_eq!(confined(&Attempt::Read(own_superblock.clone()), &directory), Outcome::Done);
         assert_ne!(
@@ -167,6 +187,5 @@ mod tests {
             Outcome::Done,
             "a pager only reads its store"
         );
-        assert_eq!(confined(&Attempt::Create(own.file("fill.json.new")), &directory), Outcome::Done);
     }
 }

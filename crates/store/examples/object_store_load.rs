@@ -166,10 +166,13 @@ fn commit_and_claim(url: &StoreUrl, round: u64) -> Result<Race, AnyError> {
     let bytes = PAGE_SIZE as u64;
     let mut commit = || -> rekindle_store::Result<u64> {
         let blocks = [Block { id: "ram".into(), used: bytes, max: bytes, page_size: 4096 }];
-        let mut checkpoint = writer.begin(&blocks)?;
-        checkpoint.pages(BlockId(0), content.iter().map(|page| (PageNo(0), page)))?;
+        let written = writer.begin(&blocks).and_then(|mut checkpoint| {
+            checkpoint.pages(BlockId(0), content.iter().map(|page| (PageNo(0), page)))?;
+            Ok(checkpoint)
+        });
+        // Also after an error: the other side waits.
         barrier.wait();
-        checkpoint.commit(&Value::Null, &Value::Null, &DEVICES).map(|committed| committed.number)
+        written?.commit(&Value::Null, &Value::Null, &DEVICES).map(|committed| committed.number)
     };
     let (committed, claimed) = thread::scope(|scope| {
         let committing = scope.spawn(&mut commit);

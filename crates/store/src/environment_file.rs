@@ -61,6 +61,12 @@ impl fmt::Debug for Variables {
     }
 }
 
+/// Returns whether the value of this variable of an object store is a path. Any other value may be a secret.
+#[must_use]
+pub fn names_file(variable: &str) -> bool {
+    variable == "AWS_CA_BUNDLE" || (variable.starts_with(PREFIX) && variable.ends_with("_FILE"))
+}
+
 /// A file with the variables of an object store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EnvironmentFile(PathBuf);
@@ -100,7 +106,8 @@ impl EnvironmentFile {
     /// [`EnvironmentFileError`].
     pub fn read(&self) -> Result<Vec<PathBuf>, EnvironmentFileError> {
         let variables = self.variables()?;
-        Ok(variables.0.values().map(PathBuf::from).filter(|path| path.is_absolute()).collect())
+        let values = variables.0.iter().filter(|(name, _)| names_file(name)).map(|(_, value)| PathBuf::from(value));
+        Ok(values.filter(|path| path.is_absolute()).collect())
     }
 }
 

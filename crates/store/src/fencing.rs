@@ -31,6 +31,9 @@ pub(crate) fn fence_directory(
 ) -> Result<(StoreDirectory, Fenced)> {
     let store = match (owner.guest, only_if) {
         (Guest::Booted, None) => StoreDirectory::open_for(storage, vm, false)?,
+        (Guest::Booted, Some(OnlyIf::Expected(expected))) if expected.allows_unused() => {
+            StoreDirectory::open_for(storage, vm, false)?
+        }
         _ => StoreDirectory::open(storage, Some(vm.uuid))?,
     };
     let (claim, tail) = log::claim(&store, owner, only_if)?;

@@ -120,11 +120,11 @@ impl LocalImage {
         describe(&self.entry, &self.table)
     }
 
-    /// Reads a section of the checkpoint's log entry.
     pub(crate) fn footer(&self) -> u64 {
         self.entry.footer
     }
 
+    /// Reads a section of the checkpoint's log entry.
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
         log::section(&self.store, &self.entry, section)
     }

@@ -318,7 +318,13 @@ pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyI
 /// Fails with [`StoreError::Superseded`] if the condition for a claim does not hold.
 fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyIf>) -> Result<()> {
     let expected_epoch = match only_if {
-        Some(OnlyIf::Expected(expected)) => return check_expected(store, tail, &expected),
+        Some(OnlyIf::Expected(expected)) => {
+            check_expected(store, tail, &expected)?;
+            match expected.at_epoch {
+                Some(epoch) if epoch != tail.epoch => epoch,
+                _ => return Ok(()),
+            }
+        }
         Some(OnlyIf::Epoch(epoch)) if epoch != tail.epoch => epoch,
         Some(OnlyIf::Run { run }) if run != guest_epochs(store, tail)?.run => run,
         _ => return Ok(()),

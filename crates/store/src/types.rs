@@ -100,8 +100,19 @@ impl KnownStore {
 pub struct Expected {
     /// The state that the store must have reached, whichever it is.
     pub at_least: KnownState,
+    /// The owner epoch that the store must still have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub at_epoch: Option<u64>,
     /// What is known of the store of the VM. If it is encrypted, no other store may take its place.
     pub known: Option<KnownStore>,
+}
+
+impl Expected {
+    /// Returns whether a new store, which has no VM yet, can be the expected one.
+    pub(crate) fn allows_unused(&self) -> bool {
+        let is_encrypted = self.known.is_some_and(|known| known.encrypted);
+        self.at_least == KnownState::default() && self.at_epoch.is_none() && !is_encrypted
+    }
 }
 
 impl KnownState {

@@ -13,6 +13,7 @@ use std::ffi::CString;
 use std::fs::{self, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
@@ -32,6 +33,14 @@ pub enum Attempt {
     Create(PathBuf),
     /// Remove a file.
     Remove(PathBuf),
+    /// Create a directory.
+    CreateDirectory(PathBuf),
+    /// Rename a directory.
+    RenameDirectory(PathBuf, PathBuf),
+    /// Make the kernel send signals about a descriptor to the process.
+    SetSignalOwner(u32),
+    /// Make this request (`ioctl`) of standard error, which rejects it with `ENOTTY`.
+    Request(u64),
     /// List a directory.
     List(PathBuf),
     /// Connect to this address.
@@ -118,6 +127,17 @@ impl Attempt {
             Self::Write(path) => drop(OpenOptions::new().write(true).open(path)?),
             Self::Create(path) => drop(OpenOptions::new().write(true).create_new(true).open(path)?),
             Self::Remove(path) => fs::remove_file(path)?,
+            Self::CreateDirectory(path) => fs::create_dir(path)?,
+            Self::RenameDirectory(from, to) => fs::rename(from, to)?,
+            Self::SetSignalOwner(process) => {
+                let (socket, _other) = UnixStream::pair()?;
+                // SAFETY: the command takes a number.
+                checked(unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, *process) }.into())?;
+            }
+            Self::Request(request) => {
+                // SAFETY: standard error is no device that reads its argument.
+                checked(unsafe { libc::ioctl(2, *request, 0) }.into())?;
+            }
             Self::List(path) => drop(fs::read_dir(path)?),
             Self::ConnectTcp(address) => drop(TcpStream::connect(address)?),
             Self::ConnectUnix(path) => drop(UnixStream::connect(path)?),

@@ -159,8 +159,12 @@ impl ObjectStoreServer {
         let storage_id = random_id();
         ceph(path, &["osd", "new", &storage_id]);
         run(program(path, "ceph-osd").args(["-i", "0", "--mkfs", "--osd-uuid", &storage_id, "--fsid", &id]));
-        let storage = daemon(path, "ceph-osd", &["-i", "0"]);
+        let mut storage = daemon(path, "ceph-osd", &["-i", "0"]);
         wait_for("the storage daemon", DEADLINE, || {
+            // It ends if the monitor rejects its first command, as in `ceph`.
+            if storage.try_wait().unwrap().is_some() {
+                storage = daemon(path, "ceph-osd", &["-i", "0"]);
+            }
             Some(ceph(path, &["osd", "stat"])).filter(|stat| stat.contains("1 up"))
         });
         let gateway = daemon(path, "radosgw", GATEWAY);

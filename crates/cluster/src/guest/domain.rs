@@ -21,7 +21,7 @@ use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::restore::into_libvirt::restore_into_libvirt;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_store::listing::Listing;
-use rekindle_store::types::{Guest, OnlyIf, Owner, Vm};
+use rekindle_store::types::Vm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Journal;
@@ -175,7 +175,7 @@ impl ResourceGuest for DomainGuest<'_> {
         host.create_run_dir(&rundir).map_err(run_dir_failed)?;
         // Until the guest is attached, this shows monitors that its start is under way.
         let _lock = OperationLock::acquire(&rundir, "start").map_err(LifeError::from)?;
-        let booted = self.claim(&rundir, uuid, listing).and_then(|()| {
+        let booted = self.claim(host, &rundir, uuid, listing).and_then(|()| {
             if !is_there {
                 self.merge_overlays()?;
                 self.start(&rundir)?;
@@ -296,13 +296,11 @@ impl DomainGuest<'_> {
     }
 
     /// Makes this node the owner of the store, if no other has become it since `listing`.
-    fn claim(&self, rundir: &RunDir, uuid: Uuid, listing: Option<&Listing>) -> Result<(), StartError> {
+    fn claim(&self, host: &Host, rundir: &RunDir, uuid: Uuid, listing: Option<&Listing>) -> Result<(), StartError> {
         let (store, credentials) = (&self.resource.protect.store, self.resource.protect.credentials.as_ref());
         let vm = Vm { uuid, name: rundir.name().into() };
-        let owner = Owner::here(&format!("start {}", rundir.name())).with(Guest::Booted);
-        let only_if = listing.map(|listing| OnlyIf::Epoch(listing.epoch));
-        OwnerRecord::claim(rundir, store, credentials, &vm, &owner, only_if)?;
-        Ok(())
+        let at_epoch = listing.map(|listing| listing.epoch);
+        Ok(OwnerRecord::claim_for_boot(host, rundir, store, credentials, &vm, at_epoch)?)
     }
 
     /// Merges the overlays that an earlier run of the guest has left on its disks, and puts libvirt's definition on the

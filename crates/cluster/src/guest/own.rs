@@ -12,7 +12,7 @@ use rekindle_qemu::agent;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::listing::Listing;
-use rekindle_store::types::{Guest, Owner, Vm};
+use rekindle_store::types::Vm;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -107,9 +107,7 @@ fn boot(host: &Host, resource: &Resource, definition: &Path, listing: Option<&Li
     let vm = NewVm { definition, qemu: None, uuid, leftover_log };
     let booted = boot::start(host, vm, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
-        let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
-        OwnerRecord::claim(rundir, store, credentials, &vm, &owner, None)?;
-        Ok::<_, StartError>(())
+        OwnerRecord::claim_for_boot(host, rundir, store, credentials, &vm, None).map_err(StartError::from)
     });
     match booted {
         Err(StartError::Life(source @ LifeError::Unfit { .. })) if listing.is_none() => {

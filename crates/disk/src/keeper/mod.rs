@@ -20,10 +20,11 @@ mod merging;
 mod model;
 pub mod threads;
 
+use crate::broker::{DiskBroker, ServedFiles};
 use crate::engine::redo_log::{EngineLog, KeeperCallback, RedoStatus};
 use crate::engine::refusal::Refusal;
 use crate::engine::visit::{EngineView, VisitEngine};
-use crate::image::Image;
+use crate::image::{Image, OpenMode};
 use crate::redo::directory::LogDirectory;
 use crate::redo::error::{RedoError, error_chain};
 use crate::redo::files::{LocalFiles, LogFiles, Synced};
@@ -52,10 +53,10 @@ pub struct LogOptions {
     pub version: DiskVersion,
     /// Most bytes of the log; by default a quarter of the disk, at least 4 GiB.
     pub limit: Option<u64>,
+    /// The file name of the image, of a process that cannot find it any more; by default it is found.
+    pub image_name: Option<String>,
     /// The previous file name of a renamed image.
     pub renamed_from: Option<String>,
-    /// Keep the log's directory while there is no log: [`LocalFiles::reserved`].
-    pub reserves_directory: bool,
 }
 
 impl LogOptions {
@@ -63,6 +64,13 @@ impl LogOptions {
     #[must_use]
     pub fn directory_for(&self, image: &Image) -> Option<PathBuf> {
         self.directory.clone().or_else(|| (!image.is_device).then(|| default_directory(&image.path)))
+    }
+
+    /// Returns the log's directory, also if it can only be checked that there is none.
+    #[must_use]
+    pub fn files(&self, image: &Image, mode: OpenMode) -> LocalFiles {
+        let directory = self.directory_for(image).unwrap_or_else(|| default_directory(&image.path));
+        LocalFiles::new(&directory, mode.direct)
     }
 }
 
@@ -118,7 +126,7 @@ struct Tasks {
 }
 
 /// The server's part for requests about epochs, and the state that its threads share.
-pub struct Keeper<D: LogFiles = LocalFiles, T: Threads = SystemThreads> {
+pub struct Keeper<D: LogFiles = ServedFiles, T: Threads = SystemThreads> {
     files: D,
     /// The image, for seals. `None` when the server ends.
     image: T::Monitor<Option<Synced<D::File>>>,
@@ -141,7 +149,7 @@ impl<D: LogFiles, T: Threads> std::fmt::Debug for Keeper<D, T> {
 
 /// An opened log for the engine, and its keeper, which starts after the engine.
 #[derive(Debug)]
-pub struct OpenedLog<D: LogFiles = LocalFiles, T: Threads = SystemThreads> {
+pub struct OpenedLog<D: LogFiles = ServedFiles, T: Threads = SystemThreads> {
     pub engine_log: Option<EngineLog<D::File>>,
     keeper: Keeper<D, T>,
     target: MergeTarget<D::File>,
@@ -159,26 +167,26 @@ fn end_pending() -> Refusal {
     Refusal("the disk's redo log is being merged and removed; try again when that is done".into())
 }
 
-/// Opens the log of an image, if it has one.
+/// Opens the log of an image, if it has one. A confined process has a broker.
 ///
 /// # Errors
 /// After a [`RedoError`] nothing has changed.
-pub fn open(image: &Image, options: LogOptions) -> Result<OpenedLog, RedoError> {
-    let named = options.directory_for(image);
-    let has_directory = named.is_some();
-    let directory = named.unwrap_or_else(|| default_directory(&image.path));
-    let mut files = LocalFiles::new(&directory, image.mode.direct);
-    if options.reserves_directory && has_directory && !image.mode.readonly {
-        files = files.reserved();
-    }
+pub fn open(image: &Image, options: LogOptions, broker: Option<Arc<DiskBroker>>) -> Result<OpenedLog, RedoError> {
+    let has_directory = options.directory_for(image).is_some();
+    let files = ServedFiles::new(options.files(image, image.mode), broker);
     let limit = options.limit.unwrap_or_else(|| (image.bytes / 4).max(MIN_DEFAULT_LIMIT));
-    let mut recovered = recover::open(files.clone(), image.bytes, options.version, limit)?;
-    let image_name = image_name(&image.path);
+    let mut recovered = if image.mode.readonly {
+        if LogDirectory::exists(&files)? {
+            return Err(RedoError::ReadOnly { path: files.path().to_owned() });
+        }
+        recover::require_no_log(files.path(), options.version)?;
+        None
+    } else {
+        recover::open(files.clone(), image.bytes, options.version, limit)?
+    };
+    let image_name = options.image_name.or_else(|| image_name(&image.path));
     if let (Some(recovered), Some(name)) = (&mut recovered, &image_name) {
         recovered.log_dir.check_image(name, options.renamed_from.as_deref())?;
-    }
-    if recovered.is_some() && image.mode.readonly {
-        return Err(RedoError::ReadOnly { path: directory });
     }
     let synced = Synced::new(LocalFile(Arc::clone(&image.file)), Arc::clone(&image.durability));
     let mut opened = OpenedLog::new(files, recovered, synced, image.bytes, limit);
@@ -233,7 +241,6 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         self.threads.with(std::mem::take).into_iter().for_each(T::join);
         drop(self.image.with(Option::take));
         drop(self.current.with(|current| current.log_dir.take()));
-        self.files.remove_reserve();
     }
 
     /// Returns a callback that requests a segment or free space.

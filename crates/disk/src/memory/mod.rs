@@ -8,7 +8,7 @@ mod marks;
 
 use crate::background::run_in_background;
 use crate::block_map::Frame;
-use crate::front_end_memory::FrontEndMemory;
+use crate::broker::FrontEndMemory;
 use crate::missing_pages::{DoubleMapping, MissingPages};
 pub use files::MemoryFiles;
 use files::{FilePart, FileSizes};

@@ -17,9 +17,9 @@ use std::io;
 use uuid::Uuid;
 
 /// File name of the state.
-const STATE_NAME: &str = "state";
+pub const STATE_NAME: &str = "state";
 /// Bytes of the state file: two slots.
-const STATE_BYTES: u64 = 2 * PAGE_BYTES;
+pub const STATE_BYTES: u64 = 2 * PAGE_BYTES;
 /// Bytes that are reserved for a new segment.
 const RESERVED_BYTES: u64 = 4 << 20;
 
@@ -138,6 +138,21 @@ impl<D: LogFiles> LogDirectory<D> {
         // The state is removed last: segments without a state are a damaged log.
         names.sort_unstable_by_key(|name| name == STATE_NAME);
         names.iter().try_for_each(|name| files.remove(name)).map_err(failed("removing what was left there"))
+    }
+
+    /// Returns whether there is a log, without opening it.
+    pub fn exists(files: &D) -> Result<bool, RedoError> {
+        let failed = |doing| RedoError::io(files.path(), doing);
+        let names = files.list().map_err(failed("reading the directory"))?;
+        if names.iter().any(|name| segment_epoch(name).is_some()) {
+            return Ok(true);
+        }
+        let slots = match files.peek(STATE_NAME, STATE_BYTES) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            peeked => peeked.map_err(failed("reading its state"))?.map(|start| start.bytes).unwrap_or_default(),
+        };
+        let newer_format = |found| RedoError::NewerFormat { path: files.path().to_owned(), found };
+        Ok(newest_slot::<EpochState>(&slots).map_err(newer_format)?.is_some())
     }
 
     /// Opens the log in `files`, if there is one.

@@ -79,11 +79,38 @@ impl EpochState {
         self.dead.iter().any(|range| range.contains(epoch))
     }
 
-    /// Returns the sealed epochs that are neither merged nor discarded. Their segments must have a seal record.
-    pub fn sealed_segments(&self) -> impl Iterator<Item = u64> {
-        let is_needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
+    /// Returns the sealed epochs up to `last` that are neither merged nor discarded. Their segments must have a seal
+    /// record.
+    pub fn sealed_segments(&self, last: u64) -> impl Iterator<Item = u64> {
+        let last = last.min(self.sealed);
         let first_unmerged = self.merged.saturating_add(1);
-        self.segments.iter().flat_map(move |range| range.first.max(first_unmerged)..=range.last).filter(is_needed)
+        self.segments.iter().flat_map(move |range| {
+            let mut next = Some(range.first.max(first_unmerged));
+            std::iter::from_fn(move || {
+                let epoch = self.first_alive(next?).filter(|epoch| *epoch <= last.min(range.last))?;
+                next = epoch.checked_add(1);
+                Some(epoch)
+            })
+        })
+    }
+
+    /// Returns the first epoch from `epoch` on that is not discarded. A damaged state may have ranges of any size.
+    fn first_alive(&self, mut epoch: u64) -> Option<u64> {
+        while let Some(dead) = self.dead.iter().find(|range| range.contains(epoch)) {
+            epoch = dead.last.checked_add(1)?;
+        }
+        Some(epoch)
+    }
+
+    /// Returns the last epoch up to `epoch` that is not discarded, or 0.
+    pub fn last_alive(&self, mut epoch: u64) -> u64 {
+        while let Some(dead) = self.dead.iter().find(|range| range.contains(epoch)) {
+            epoch = dead.first.saturating_sub(1);
+            if epoch == 0 {
+                break;
+            }
+        }
+        epoch
     }
 
     /// Records that all epochs up to `epoch` are durable, and that the segments of `sealed` have seal records.
@@ -167,7 +194,7 @@ pub(super) mod tests {
             format!(r#"{{"format":1,"disk":"{disk}","bytes":4096,"sealed":3,"floor":1,"merged":1,"dead":[[2,2]]}}"#);
         let CountedState { count, state } = newest_slot(&slot(&old, 4)).unwrap().unwrap();
         assert_eq!((count, state.format, state.sealed, state.image.as_deref()), (4, 1, 3, None));
-        assert_eq!(state.sealed_segments().count(), 0);
+        assert_eq!(state.sealed_segments(u64::MAX).count(), 0);
         // The same result if the other slot has a readable state, because that state is older.
         let later = slot(r#"{"format":3,"more":true}"#, 5);
         assert_eq!(newest_slot::<EpochState>(&[slot(&old, 4), later].concat()), Err(3));
@@ -193,6 +220,29 @@ pub(super) mod tests {
         state.seal(6, &[5, 6]);
         state.seal(9, &[8, 9]);
         assert_eq!(state.segments, ranges([(1, 6), (8, 9)]));
-        assert_eq!(state.sealed_segments().collect::<Vec<_>>(), [3, 4, 8, 9]);
+        assert_eq!(state.sealed_segments(u64::MAX).collect::<Vec<_>>(), [3, 4, 8, 9]);
+        assert_eq!(state.sealed_segments(8).collect::<Vec<_>>(), [3, 4, 8]);
+        assert_eq!((state.last_alive(9), state.last_alive(6), state.last_alive(5)), (9, 4, 4));
+    }
+
+    #[test]
+    fn ranges_of_any_size_take_no_time() {
+        let all = || ranges([(0, u64::MAX)]);
+        let (disk, image) = (Uuid::nil(), None);
+        let (sealed, merged) = (u64::MAX, 0);
+        let state = EpochState {
+            format: FORMAT,
+            disk,
+            bytes: 1,
+            sealed,
+            floor: 0,
+            merged,
+            dead: all(),
+            image,
+            segments: all(),
+        };
+        assert_eq!((state.sealed_segments(u64::MAX).count(), state.last_alive(u64::MAX)), (0, 0));
+        let state = EpochState { dead: Vec::new(), ..state };
+        assert_eq!(state.sealed_segments(u64::MAX).take(2).collect::<Vec<_>>(), [1, 2]);
     }
 }

@@ -64,8 +64,6 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     /// # Errors
     /// `DirectoryNotEmpty` if the directory has files.
     fn remove_directory(&self) -> io::Result<()>;
-    /// Removes what the directory needs only while its server runs.
-    fn remove_reserve(&self) {}
 }
 
 /// The beginning of a file.
@@ -124,16 +122,6 @@ impl<F: DurableFile> Synced<F> {
 pub struct LocalFiles {
     path: PathBuf,
     direct: bool,
-    /// Where the directory is kept while there is no log. `None`: it is removed then.
-    reserve: Option<PathBuf>,
-}
-
-/// Returns where [`LocalFiles::reserved`] keeps the directory at `path` while there is no log.
-#[must_use]
-pub fn reserve_path(path: &Path) -> PathBuf {
-    let mut reserve = path.as_os_str().to_owned();
-    reserve.push(".unused");
-    PathBuf::from(reserve)
 }
 
 impl LocalFiles {
@@ -141,21 +129,21 @@ impl LocalFiles {
     /// supports it.
     #[must_use]
     pub fn new(path: &Path, direct: bool) -> Self {
-        Self { path: path.to_owned(), direct, reserve: None }
+        Self { path: path.to_owned(), direct }
     }
 
-    /// Keeps the directory while there is no log, empty and under another name: a confined process cannot use a
-    /// directory that was created after its confinement. If it cannot be created now, a log cannot begin later either.
-    #[must_use]
-    pub fn reserved(self) -> Self {
-        let reserve = reserve_path(&self.path);
-        if !self.path.exists()
-            && let Err(e) = DirBuilder::new().mode(0o700).create(&reserve)
-            && e.kind() != io::ErrorKind::AlreadyExists
-        {
-            tracing::debug!("{}: {e}", reserve.display());
+    /// Opens a file for reading, without locking it. `None`: it is not a regular file.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such file.
+    pub fn open_to_peek(&self, name: &str) -> io::Result<Option<File>> {
+        let path = self.path.join(name);
+        if !fs::symlink_metadata(&path)?.is_file() {
+            return Ok(None);
         }
-        Self { reserve: Some(reserve), ..self }
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = File::from(rustix::fs::open(&path, flags, Mode::empty())?);
+        Ok(file.metadata()?.is_file().then_some(file))
     }
 
     fn open_with(&self, name: &str, flags: OFlags) -> io::Result<LocalFile> {
@@ -188,9 +176,7 @@ impl LocalFiles {
 
 /// The lock on a log's directory (`flock`).
 #[derive(Debug)]
-pub struct LocalClaim {
-    _directory: File,
-}
+pub struct LocalClaim(pub(crate) File);
 
 impl LogFiles for LocalFiles {
     type File = LocalFile;
@@ -201,12 +187,6 @@ impl LogFiles for LocalFiles {
     }
 
     fn create_directory(&self) -> io::Result<()> {
-        if let Some(reserve) = self.reserve.as_ref().filter(|_| !self.path.exists()) {
-            match fs::rename(reserve, &self.path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
-        }
         match DirBuilder::new().mode(0o700).create(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
             _ => {}
@@ -236,25 +216,13 @@ impl LogFiles for LocalFiles {
             let locked = directory.metadata()?;
             let is_locked = |current: fs::Metadata| (current.dev(), current.ino()) == (locked.dev(), locked.ino());
             if fs::metadata(&self.path).is_ok_and(is_locked) {
-                return Ok(Some(LocalClaim { _directory: directory }));
+                return Ok(Some(LocalClaim(directory)));
             }
         }
     }
 
     fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>> {
-        let path = self.path.join(name);
-        if !fs::symlink_metadata(&path)?.is_file() {
-            return Ok(None);
-        }
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let file = File::from(rustix::fs::open(&path, flags, Mode::empty())?);
-        let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Ok(None);
-        }
-        let mut bytes = Vec::new();
-        file.take(max_bytes).read_to_end(&mut bytes)?;
-        Ok(Some(FileStart { bytes, length: metadata.len() }))
+        self.open_to_peek(name)?.map(|file| read_start(file, max_bytes)).transpose()
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
@@ -285,22 +253,17 @@ impl LogFiles for LocalFiles {
         if fs::symlink_metadata(&self.path)?.is_symlink() {
             return Ok(());
         }
-        match &self.reserve {
-            Some(_) if !self.list()?.is_empty() => return Err(io::ErrorKind::DirectoryNotEmpty.into()),
-            Some(reserve) => fs::rename(&self.path, reserve)?,
-            None => fs::remove_dir(&self.path)?,
-        }
+        fs::remove_dir(&self.path)?;
         sync_parent(&self.path)
     }
+}
 
-    fn remove_reserve(&self) {
-        if let Some(reserve) = &self.reserve
-            && let Err(e) = fs::remove_dir(reserve)
-            && e.kind() != io::ErrorKind::NotFound
-        {
-            tracing::debug!("{}: {e}", reserve.display());
-        }
-    }
+/// Reads up to `max_bytes` bytes of a file, from its beginning.
+pub(crate) fn read_start(file: File, max_bytes: u64) -> io::Result<FileStart> {
+    let length = file.metadata()?.len();
+    let mut bytes = Vec::new();
+    file.take(max_bytes).read_to_end(&mut bytes)?;
+    Ok(FileStart { bytes, length })
 }
 
 fn sync_parent(path: &Path) -> io::Result<()> {

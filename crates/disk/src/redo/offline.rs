@@ -3,17 +3,17 @@
 //! The *redo log* has the writes of a protected guest that are not in the image yet. To *merge* is to copy them there.
 //! They are divided into *epochs*, one for each time between two checkpoints (`docs/disk-epochs.md`).
 
+use super::directory::{STATE_BYTES, STATE_NAME};
 use super::epoch_state::{CountedState, EpochState};
 use super::error::RedoError;
-use super::files::{LocalFiles, Synced};
+use super::files::{LocalFiles, LogFiles, Synced};
 use super::format::{segment_epoch, segment_name};
 use super::merge::{MergeTarget, merge};
-use super::recover::{self, DiskVersion, RecoveredLog, scan, sealed_content};
+use super::recover::{self, DiskVersion, MISSING, RecoveredLog, existing_segments, scan, sealed_content};
 use crate::image::{Image, ImageError, OpenMode};
 use crate::slots::newest_slot;
 use rekindle_kernel::durable_file::LocalFile;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileTypeExt;
@@ -107,9 +107,9 @@ struct Inspection {
 /// An error that repeating the inspection cannot remove.
 fn inspect_once(directory: &Path, upto: u64) -> Result<Inspection, RedoError> {
     let failed = |doing| RedoError::io(directory, doing);
-    let slots = match fs::read(directory.join("state")) {
+    let slots = match LocalFiles::new(directory, false).peek(STATE_NAME, STATE_BYTES) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
-        slots => slots.map_err(failed("reading its state"))?,
+        slots => slots.map_err(failed("reading its state"))?.map(|start| start.bytes).unwrap_or_default(),
     };
     let entries = match fs::read_dir(directory) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Inspection { state_count: 0, summary: Ok(None) }),
@@ -139,10 +139,7 @@ fn count_writes(directory: &Path, state: &EpochState, epochs: &[u64], upto: u64)
     let failed = |doing| RedoError::io(directory, doing);
     let damaged =
         |epoch, what| RedoError::DamagedSegment { path: directory.to_owned(), name: segment_name(epoch), epoch, what };
-    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= upto).collect();
-    if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
-        return Err(damaged(*epoch, "the file is missing".into()));
-    }
+    let must_be_whole = existing_segments(state, upto, epochs).map_err(|epoch| damaged(epoch, MISSING.into()))?;
     let mut writes = 0;
     let is_needed = |epoch: &u64| *epoch <= upto && *epoch > state.merged && !state.is_dead(*epoch);
     for epoch in epochs.iter().copied().filter(is_needed) {

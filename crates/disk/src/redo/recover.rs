@@ -21,6 +21,8 @@ use std::path::Path;
 use uuid::Uuid;
 
 /// Most bytes to read in one step.
+/// What is wrong with a segment that does not exist.
+pub const MISSING: &str = "the file is missing";
 const MAX_WINDOW_BYTES: u64 = 4 << 20;
 
 /// The version of the disk to open.
@@ -63,10 +65,7 @@ pub fn open<D: LogFiles>(
     let path = files.path().to_owned();
     let failed = |doing| RedoError::io(&path, doing);
     let Some(mut log_dir) = LogDirectory::open(files)? else {
-        return match version {
-            DiskVersion::Newest | DiskVersion::Since { .. } => Ok(None),
-            DiskVersion::Epoch { epoch, disk } => Err(RedoError::NoLog { path, epoch, disk }),
-        };
+        return require_no_log(&path, version).map(|()| None);
     };
     let state = log_dir.state().clone();
     let names = log_dir.files().list().map_err(failed("reading the directory"))?;
@@ -79,17 +78,13 @@ pub fn open<D: LogFiles>(
             check_available(&path, &state, epoch, disk)?;
             epoch
         }
-        DiskVersion::Newest | DiskVersion::Since { .. } => {
-            (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0)
-        }
+        DiskVersion::Newest | DiskVersion::Since { .. } => state.last_alive(newest),
     };
-    let mut log = Log::new(state.disk, newest + 1, last, state.merged, limit);
-    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= last).collect();
+    let next = newest.checked_add(1).ok_or_else(|| RedoError::DamagedState { path: path.clone() })?;
+    let mut log = Log::new(state.disk, next, last, state.merged, limit);
     let damaged =
         |epoch, what| RedoError::DamagedSegment { path: path.clone(), name: segment_name(epoch), epoch, what };
-    if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
-        return Err(damaged(*epoch, "the file is missing".into()));
-    }
+    let must_be_whole = existing_segments(&state, last, &epochs).map_err(|epoch| damaged(epoch, MISSING.into()))?;
     let is_unmerged = |epoch: &u64| *epoch <= last && *epoch > state.merged && !state.is_dead(*epoch);
     for epoch in epochs.into_iter().filter(is_unmerged) {
         let file = log_dir.files().open(&segment_name(epoch)).map_err(failed("opening a segment"))?;
@@ -108,7 +103,7 @@ pub fn open<D: LogFiles>(
             log.add_segment(Segment::new(epoch, nonce, file), end, entries, is_sealed);
         }
     }
-    if (last + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
+    if state.last_alive(newest) > last {
         log_dir.rewind(EpochRange { first: last + 1, last: newest });
     }
     // A server was killed while it removed these segments. They are not read.
@@ -116,6 +111,23 @@ pub fn open<D: LogFiles>(
         tracing::warn!("{e}");
     }
     Ok(Some(RecoveredLog { log_dir, log }))
+}
+
+/// Checks that the disk needs no log.
+pub fn require_no_log(path: &Path, version: DiskVersion) -> Result<(), RedoError> {
+    match version {
+        DiskVersion::Newest | DiskVersion::Since { .. } => Ok(()),
+        DiskVersion::Epoch { epoch, disk } => Err(RedoError::NoLog { path: path.to_owned(), epoch, disk }),
+    }
+}
+
+/// Returns the sealed epochs up to `last`, each of which must have a segment. `epochs`: those that have one.
+///
+/// # Errors
+/// The first epoch without a segment.
+pub fn existing_segments(state: &EpochState, last: u64, epochs: &[u64]) -> Result<BTreeSet<u64>, u64> {
+    let exists = |epoch| if epochs.contains(&epoch) { Ok(epoch) } else { Err(epoch) };
+    state.sealed_segments(last).map(exists).collect()
 }
 
 /// Returns the newest epoch that the log knows.

@@ -14,21 +14,34 @@ use std::thread;
 
 /// Returns the capabilities without which this user cannot open the granted files: none, unless root uses files of
 /// another user.
-pub(super) fn needed_for(grants: &[Grant]) -> CapabilitySet {
+#[must_use]
+pub fn capabilities_for(grants: &[Grant]) -> CapabilitySet {
     if !rustix::process::geteuid().is_root() {
         return CapabilitySet::empty();
     }
     // A thread has its own capabilities, and the check must be made without them.
-    let is_denied = thread::scope(|scope| {
+    let needed = thread::scope(|scope| {
         let check = scope.spawn(|| {
             let none = CapabilitySet::empty();
             set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?;
-            Ok::<_, Errno>(grants.iter().any(is_denied))
+            let denied = grants.iter().filter(|grant| is_denied(grant)).map(|grant| grant.access.is_writing());
+            Ok::<_, Errno>(
+                denied
+                    .map(
+                        |is_writing| {
+                            if is_writing { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::DAC_READ_SEARCH }
+                        },
+                    )
+                    .collect(),
+            )
         });
         check.join()
     });
     // If it cannot be checked, files that cannot be opened are reported when they are needed.
-    if matches!(is_denied, Ok(Ok(true))) { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() }
+    match needed {
+        Ok(Ok(needed)) => needed,
+        Ok(Err(_)) | Err(_) => CapabilitySet::empty(),
+    }
 }
 
 fn is_denied(grant: &Grant) -> bool {

@@ -20,8 +20,6 @@ pub enum Access {
     WriteFile,
     /// Create, read, write and remove regular files, and remove sockets, in a directory and its subdirectories.
     Directory,
-    /// List, create, rename and remove directories in a directory and its subdirectories. Their files are not granted.
-    Subdirectories,
 }
 
 impl Access {
@@ -35,7 +33,6 @@ impl Access {
             Self::Read => AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::IoctlDev,
             Self::WriteFile => write_file,
             Self::Directory => write_file | AccessFs::ReadDir | AccessFs::MakeReg | AccessFs::RemoveFile,
-            Self::Subdirectories => AccessFs::ReadDir | AccessFs::MakeDir | AccessFs::RemoveDir,
         }
     }
 }

@@ -19,12 +19,16 @@ mod system_calls;
 #[cfg(test)]
 mod tests;
 
-pub use capabilities::CapabilitySet;
+pub use capabilities::{CapabilitySet, capabilities_for};
 pub use files::{Access, Grant, Support, support};
 pub use system_calls::Calls;
 
+use crate::userfault::remote::DEVICE;
 use std::fs;
 use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Why a process cannot be confined.
 #[derive(Debug, thiserror::Error)]
@@ -74,24 +78,39 @@ impl Confinement {
     /// [`ConfinementError`].
     pub fn enter(&self) -> Result<(), ConfinementError> {
         check_single_thread()?;
-        let kept = capabilities::needed_for(&self.files);
+        let mut kept = capabilities_for(&self.files);
+        if !kept.is_empty() {
+            tracing::warn!("keeps {kept:?}: a file that it uses belongs to another user; chown the files to remove it");
+        }
+        if self.calls.contains(Calls::USERFAULTFD) && needs_privilege_for_userfaultfd() {
+            tracing::warn!("keeps SYS_PTRACE: this kernel has no /dev/userfaultfd (Linux 6.1)");
+            kept |= CapabilitySet::SYS_PTRACE;
+        }
         files::restrict(self)?;
         capabilities::reduce_to(kept)
-            .map_err(|source| ConfinementError::Io { doing: "its capabilities cannot be dropped", source })?;
-        if !kept.is_empty() {
-            tracing::warn!(
-                "keeps the capability DAC_OVERRIDE: a file that it uses belongs to another user; chown the files to remove it"
-            );
-        }
+            .map_err(|source| ConfinementError::Io { doing: "dropping its capabilities", source })?;
         system_calls::install(self.calls)
     }
 }
 
+/// Returns whether root can wait for missing pages only by a system call that needs a capability.
+fn needs_privilege_for_userfaultfd() -> bool {
+    let is_unprivileged =
+        || fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|text| text.trim() == "1");
+    !Path::new(DEVICE).exists() && !is_unprivileged()
+}
+
 /// Rejects a process with more than one thread.
 fn check_single_thread() -> Result<(), ConfinementError> {
-    let failed = |source| ConfinementError::Io { doing: "its threads cannot be counted", source };
-    match fs::read_dir("/proc/self/task").map_err(failed)?.count() {
-        1 => Ok(()),
-        count => Err(ConfinementError::Threads { count }),
+    /// How long the kernel may take to remove a thread that has ended.
+    const END_TIMEOUT: Duration = Duration::from_millis(100);
+    let failed = |source| ConfinementError::Io { doing: "counting its threads", source };
+    let started = Instant::now();
+    loop {
+        match fs::read_dir("/proc/self/task").map_err(failed)?.count() {
+            1 => return Ok(()),
+            count if started.elapsed() > END_TIMEOUT => return Err(ConfinementError::Threads { count }),
+            _ => thread::sleep(Duration::from_millis(1)),
+        }
     }
 }

@@ -1,9 +1,10 @@
-//! The system calls that a confined process may make. Any other kills it.
+//! The system calls that a confined process may make. Any other kills it; with [`Calls::NETWORK`] it fails.
 //!
 //! The lists have what the C library of any supported distribution may use for the same function, not only what one
 //! version was seen to use: a missing call would kill a helper in a rare moment.
 
 use super::ConfinementError;
+use crate::userfault::abi;
 use bitflags::bitflags;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
@@ -23,6 +24,8 @@ bitflags! {
         const RING = 4;
         /// Wait for missing pages of its own memory.
         const USERFAULTFD = 8;
+        /// Supply the missing pages of another process, through a userfaultfd that is open already and registered.
+        const MISSING_PAGES = 32;
         /// Connect to other hosts, with name resolution.
         const NETWORK = 16;
     }
@@ -48,7 +51,6 @@ const COMMON: &[i64] = &[
     libc::SYS_statx,
     libc::SYS_fstatfs,
     libc::SYS_lseek,
-    libc::SYS_fcntl,
     libc::SYS_dup,
     libc::SYS_dup2,
     libc::SYS_dup3,
@@ -61,6 +63,8 @@ const COMMON: &[i64] = &[
     // Connected sockets only: the filter denies the creation of others.
     libc::SYS_sendto,
     libc::SYS_recvfrom,
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_sync_file_range,
@@ -129,7 +133,6 @@ const FILES: &[i64] = &[
     libc::SYS_getdents64,
     libc::SYS_getcwd,
     libc::SYS_statfs,
-    libc::SYS_truncate,
     libc::SYS_mkdir,
     libc::SYS_mkdirat,
     libc::SYS_rmdir,
@@ -143,9 +146,7 @@ const FILES: &[i64] = &[
 const CONNECTIONS: &[i64] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
-    libc::SYS_recvmsg,
     libc::SYS_recvmmsg,
-    libc::SYS_sendmsg,
     libc::SYS_sendmmsg,
     libc::SYS_getsockopt,
     libc::SYS_setsockopt,
@@ -170,6 +171,25 @@ const NETWORK: &[i64] = &[
     libc::SYS_timerfd_settime,
 ];
 
+/// Commands of `fcntl(2)`: none that sends signals to a process, as `F_SETOWN` does.
+const FILE_COMMANDS: &[i32] = &[
+    libc::F_DUPFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_GETLK,
+    libc::F_SETLK,
+    libc::F_SETLKW,
+    libc::F_OFD_GETLK,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_SETLKW,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+    libc::F_GETPIPE_SZ,
+    libc::F_SETPIPE_SZ,
+];
 /// Requests of `ioctl(2)` that the standard library makes, and the length of a block device.
 const REQUESTS: &[u64] =
     &[libc::FIONBIO, libc::FIOCLEX, libc::FIONREAD, libc::TCGETS, libc::TCGETS2, libc::TIOCGWINSZ, BLKGETSIZE64];
@@ -219,10 +239,19 @@ fn allowed(calls: Calls) -> Result<Rules, seccompiler::BackendError> {
     // Reads limits, sets none.
     let unchanged = SeccompCondition::new(2, Len::Qword, Op::Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, any([unchanged])?);
+    let commands =
+        FILE_COMMANDS.iter().map(|command| low(1, Op::Eq, *command as u64)).collect::<Result<Vec<_>, _>>()?;
+    rules.insert(libc::SYS_fcntl, any(commands)?);
     let mut requests = REQUESTS.iter().map(|request| low(1, Op::Eq, *request)).collect::<Result<Vec<_>, _>>()?;
     if calls.contains(Calls::NETWORK) {
         // The resolver, for a name server with a link-local address.
         requests.push(low(1, Op::Eq, libc::SIOCGIFINDEX)?);
+    }
+    if calls.contains(Calls::MISSING_PAGES) {
+        // Not `REGISTER`: with it, other memory of that process could be changed.
+        for request in [abi::WAKE, abi::COPY, abi::ZEROPAGE, abi::UNREGISTER, abi::WRITEPROTECT] {
+            requests.push(low(1, Op::Eq, request)?);
+        }
     }
     if calls.contains(Calls::USERFAULTFD) {
         requests.push(low(1, Op::MaskedEq(DRIVER_BITS), USERFAULTFD_DRIVER)?);
@@ -258,7 +287,10 @@ pub(super) fn install(calls: Calls) -> Result<(), ConfinementError> {
         programs.push(SeccompFilter::new(rules, SeccompAction::Allow, errno, architecture)?.try_into()?);
     }
     // The first filters need `seccomp(2)`, which the last one denies.
-    let (deny, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
+    // Name resolution runs libraries of the host, which may try any call.
+    let has_libraries = calls.contains(Calls::NETWORK);
+    let deny = if has_libraries { SeccompAction::Errno(libc::EPERM as u32) } else { SeccompAction::KillProcess };
+    let allow = SeccompAction::Allow;
     programs.push(SeccompFilter::new(allowed(calls)?, deny, allow, architecture)?.try_into()?);
     Ok(programs.iter().try_for_each(|program| seccompiler::apply_filter_all_threads(program))?)
 }

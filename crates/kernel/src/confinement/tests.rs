@@ -1,9 +1,10 @@
-use super::broker::Broker;
-use super::{Access, Calls, CapabilitySet, Confinement, ConfinementError, Grant};
+use super::broker::{Answer, Broker, Request};
+use super::{Access, Calls, CapabilitySet, Confinement, ConfinementError, Grant, capabilities_for};
 use nix::sched::CloneFlags;
 use rekindle_testing::hostile::{Attempt, Outcome, run};
 use std::io;
 use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -98,9 +99,9 @@ fn files_of_another_user_need_the_capability_that_is_kept_for_them() {
     assert!(rustix::process::geteuid().is_root(), "this test needs root");
     let own = tempfile::tempdir().unwrap();
     let grant = |access| [Grant::new(own.path(), access)];
-    assert_eq!(super::capabilities::needed_for(&grant(Access::Directory)), CapabilitySet::empty());
+    assert_eq!(capabilities_for(&grant(Access::Directory)), CapabilitySet::empty());
     std::os::unix::fs::chown(own.path(), Some(65534), None).unwrap();
-    assert_eq!(super::capabilities::needed_for(&grant(Access::Directory)), CapabilitySet::DAC_OVERRIDE);
+    assert_eq!(capabilities_for(&grant(Access::Directory)), CapabilitySet::DAC_OVERRIDE);
     let attempt = Attempt::Create(own.path().join("created"));
     assert_eq!(run(&attempt, || confinement(own.path(), Calls::FILES).enter().unwrap()), Outcome::Done);
 }
@@ -119,16 +120,29 @@ fn a_process_with_other_threads_is_not_confined() {
 fn a_broker_answers_a_confined_process_and_ends_with_it() {
     let own = tempfile::tempdir().unwrap();
     let asked = own.path().join("asked");
+    std::fs::write(own.path().join("sent"), "sent").unwrap();
     let outcome = run(&Attempt::Read("/etc/hostname".into()), || {
-        let path = asked.clone();
-        let broker = Broker::start(2, CapabilitySet::empty(), |[number]: [u64; 1]| match number {
-            0 => Err(io::Error::from_raw_os_error(libc::EXDEV)),
-            number => std::fs::write(&path, number.to_string()).map(|()| number * 2),
-        });
-        let broker = broker.unwrap();
+        let directory = own.path().to_owned();
+        let answer = move |Request { numbers, name, descriptor }: Request| match numbers {
+            [0, ..] => Err(io::ErrorKind::ResourceBusy.into()),
+            [1, ..] => panic!("a broken broker"),
+            [number, ..] => {
+                std::fs::write(directory.join(name), number.to_string())?;
+                Ok(Answer { number: number * 2, descriptor })
+            }
+        };
+        let broker = Broker::start(2, CapabilitySet::empty(), answer).unwrap();
+        let sent = std::fs::File::open(own.path().join("sent")).unwrap();
         Confinement { files: Vec::new(), calls: Calls::FILES }.enter().unwrap();
-        assert_eq!(broker.ask([21]).unwrap(), 42);
-        assert_eq!(broker.ask([0]).unwrap_err().raw_os_error(), Some(libc::EXDEV));
+        let answer = broker.ask([21, 0, 0, 0], "asked".as_ref(), Some(sent.as_fd())).unwrap();
+        assert_eq!(answer.number, 42);
+        let received = io::read_to_string(std::fs::File::from(answer.descriptor.unwrap())).unwrap();
+        assert_eq!(received, "sent");
+        assert_eq!(broker.ask_number([0; 4]).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        let too_long = "n".repeat(256);
+        assert_eq!(broker.ask([9; 4], too_long.as_ref(), None).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(broker.ask_number([1, 0, 0, 0]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        broker.ask_number([9; 4]).unwrap_err();
     });
     assert_eq!(outcome, Outcome::Failed(libc::EACCES));
     assert_eq!(std::fs::read_to_string(&asked).unwrap(), "21");

@@ -440,6 +440,9 @@ impl Pager {
     ) -> Result<Vec<Content>, (PageNo, S::Error)> {
         let Some(paged) = self.blocks.get(block) else { return Ok(Vec::new()) };
         let page_bytes = paged.page_bytes as usize;
+        // The parts of a larger host page may not fit into a source's cache together: an attempt that does not wait might
+        // never find all of them.
+        let need = need.filter(|_| page_bytes == PAGE_SIZE);
         // A host page consists of one or more pages of 4 KiB, which the source has.
         let small_pages_per_page = page_bytes / PAGE_SIZE;
         self.buffer.resize((pages.end - pages.start) as usize * page_bytes, 0);

@@ -175,6 +175,7 @@ impl From<OwnError> for RestoreError {
     fn from(e: OwnError) -> Self {
         match e {
             OwnError::Store(e) => Self::Store(e),
+            OwnError::KnownStore(e) => Self::KnownStore(e),
             OwnError::RunDir(e) => Self::RunDir(e),
         }
     }

@@ -96,7 +96,7 @@ impl Request {
     /// [`KnownStoreError`](crate::known_store::KnownStoreError): the store must not be used.
     pub(crate) fn expected(&self) -> Result<Expected, RestoreError> {
         let known = self.known_store.check(self.credentials.as_ref())?.filter(|_| !self.is_store_of_source);
-        Ok(Expected { at_least: self.at_least, known })
+        Ok(Expected { at_least: self.at_least, at_epoch: None, known })
     }
 
     /// Returns what the operator has named.

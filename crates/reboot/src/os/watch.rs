@@ -97,7 +97,7 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), Helper
             while !vmm.process().wait_end(EVENT_TIMEOUT).map_err(&failed)? {}
             continue;
         }
-        match wait_for_event(rundir, &vmm, &definition) {
+        match wait_for_event(host, rundir, &vmm, &definition) {
             Ok(Some(GuestEvent::PoweredOff) | None) => {}
             Ok(Some(event @ (GuestEvent::Rebooted | GuestEvent::Panicked))) => {
                 let what = if event == GuestEvent::Rebooted { "rebooted itself" } else { "panicked" };
@@ -137,7 +137,12 @@ fn is_shut_down(vmm: &Vmm) -> bool {
 
 /// Waits until the guest reboots itself, powers off or panics. Ends the QEMU of a guest that has powered off. `None` if
 /// QEMU has ended before that.
-fn wait_for_event(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<GuestEvent>, QmpError> {
+fn wait_for_event(
+    host: &Host,
+    rundir: &RunDir,
+    vmm: &Vmm,
+    definition: &Definition,
+) -> Result<Option<GuestEvent>, QmpError> {
     let mut qmp = Qmp::connect(&vmm.directory().events(), ANSWER_TIMEOUT)?;
     set_actions(&mut qmp, definition)?;
     let event = loop {
@@ -149,7 +154,7 @@ fn wait_for_event(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result
         }
     };
     if event == GuestEvent::PoweredOff {
-        report_shutdown(rundir, vmm);
+        report_shutdown(host, rundir, vmm);
         qmp.execute::<Value>("quit", json!({}))?;
     }
     Ok(Some(event))
@@ -186,12 +191,12 @@ fn guest_event(event: &Event) -> Option<GuestEvent> {
 /// Reports to the store that a protected guest has shut down cleanly, so that it is not rolled back to its last
 /// checkpoint. While the store is unreachable, the stopped QEMU stays, which shows that the guest has shut down, until
 /// another operation ends it.
-fn report_shutdown(rundir: &RunDir, vmm: &Vmm) {
+fn report_shutdown(host: &Host, rundir: &RunDir, vmm: &Vmm) {
     let mut is_failure_logged = false;
     // An operation that holds the VM's lock has requested the shutdown, or handles it.
     while vmm.is_alive() && lock::running_operation(rundir).is_none() {
         let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
-            (Ok(Some(owner)), Ok(Some(state))) => owner.report_shutdown(rundir, &state),
+            (Ok(Some(owner)), Ok(Some(state))) => owner.report_shutdown(host, rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
             (Err(e), _) => Err(e.into()),
             (_, Err(e)) => Err(e.into()),

@@ -49,7 +49,7 @@ struct StoppedVm {
 }
 
 fn stop_vm(host: &Host, name: &str, timeout: Option<Duration>) -> Result<StoppedVm> {
-    match stop::stop(host, name, timeout, |rundir, _| report_shutdown(rundir)) {
+    match stop::stop(host, name, timeout, |rundir, _| report_shutdown(host, rundir)) {
         Ok(ended) => {
             let is_dropped = host::drop_suspended(host, name)?;
             Ok(StoppedVm { ended, text: if is_dropped { DROPPED } else { describe_end(ended) } })

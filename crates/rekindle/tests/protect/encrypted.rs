@@ -116,4 +116,11 @@ fn a_host_that_knows_an_encrypted_store_accepts_no_older_or_other_one_until_it_f
     assert_eq!(restore(&guest, &store, &with_key)["checkpoint"], 2);
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
+
+    // The checkpoints before a clean shutdown are older than the guest's disks.
+    let before_shutdown = lab.path("before-shutdown");
+    run("cp", &["-a", url, before_shutdown.to_str().unwrap()]);
+    guest.rekindle(&["stop"]).ok();
+    let e = lab.rekindle(["restore", "known", "--store", before_shutdown.to_str().unwrap(), "--key-file", key]);
+    e.status(1).prints(&["it was rolled back", "this host knows it at owner epoch"]);
 }

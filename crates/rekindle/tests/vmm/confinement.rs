@@ -5,6 +5,8 @@ use crate::common::served::{READ, digest, image, read, section, server};
 use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
 use rekindle_kernel::confinement::status::Rights;
 use rekindle_kernel::process::Process;
+use rekindle_vm::helpers::Helper;
+use rekindle_vm::rundir::RunDir;
 
 #[track_caller]
 fn assert_confined(process: Process) {
@@ -29,6 +31,9 @@ fn each_thread_of_a_disk_server_and_a_pager_is_confined() {
     let pager = pager(&guest).expect("a pager, while memory is missing");
     pager.stop().unwrap();
     assert_confined(pager);
+    // Rekindle takes the pager, and not its broker, for the pager.
+    assert_eq!(Helper::Pager.process(&RunDir::new(&lab.run_root(), &guest.name)), Some(pager));
+    lab.rekindle(["doctor"]).prints(&["disk servers and pagers are confined"]);
     assert_confined(server(&guest).expect("a server"));
     pager.resume().unwrap();
     wait_filled(&guest);

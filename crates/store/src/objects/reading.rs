@@ -105,14 +105,22 @@ impl CachedChunks {
         self.chunks.insert(id, CachedChunk { get, used: self.uses, is_unused: need == Need::Ahead });
     }
 
-    /// Removes all chunks of the GET whose last use is the longest ago: they share their memory.
+    /// Removes all chunks of one GET, which share their memory: one that nothing has used yet, otherwise the one whose last
+    /// use is the longest ago. A GET in flight that somebody waits for stays, so that it is not repeated; the schedule
+    /// limits how many there are.
     fn evict(&mut self) {
-        let mut last_uses: HashMap<ChunkId, u64> = HashMap::new();
+        /// Whether something has used the GET, and the number of its last use.
+        type Use = (bool, u64);
+        let mut last_uses: HashMap<ChunkId, Use> = HashMap::new();
         for ((object, _), cached) in &self.chunks {
             let last_use = last_uses.entry((*object, cached.get.first_chunk)).or_default();
-            *last_use = cached.used.max(*last_use);
+            *last_use = (!cached.is_unused, cached.used).max(*last_use);
         }
-        if let Some((oldest, _)) = last_uses.into_iter().min_by_key(|(_, used)| *used) {
+        let is_awaited = |cached: &CachedChunk| !cached.is_unused && cached.get.pending.ended().is_none();
+        for ((object, _), cached) in self.chunks.iter().filter(|(_, cached)| is_awaited(cached)) {
+            last_uses.remove(&(*object, cached.get.first_chunk));
+        }
+        if let Some((oldest, _)) = last_uses.into_iter().min_by_key(|(_, last_use)| *last_use) {
             self.chunks.retain(|(object, _), cached| (*object, cached.get.first_chunk) != oldest);
         }
     }
@@ -140,7 +148,7 @@ impl ChunkCache {
     /// Reads the first chunk of an object.
     fn front(&self, bucket: &Arc<Bucket>, name: &str) -> io::Result<Front> {
         let Some(need) = need_without_waiting() else {
-            let started = self.opening().remove(name);
+            let started = self.opening().remove(name).filter(|pending| !pending.has_failed());
             let pending = started.unwrap_or_else(|| bucket.start_front(name, CHUNK_BYTES, Need::Guest));
             return bucket.wait_for(&pending);
         };
@@ -156,7 +164,10 @@ impl ChunkCache {
         if bucket.schedule().has_room(need) {
             if opening.len() >= MAX_OPENING {
                 // Their callers start them again.
-                opening.clear();
+                opening.retain(|_, pending| pending.ended().is_none());
+            }
+            if opening.len() >= MAX_OPENING {
+                return Err(would_block());
             }
             opening.insert(name.to_owned(), bucket.start_front(name, CHUNK_BYTES, need));
         }

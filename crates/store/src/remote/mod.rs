@@ -91,13 +91,15 @@ pub(crate) fn fence(
 ) -> Result<Fenced> {
     // The server may be older than the condition.
     let only_if = match only_if {
-        Some(OnlyIf::Expected(expected)) if expected.at_least == KnownState::default() => None,
+        Some(OnlyIf::Expected(expected)) if expected.at_least == KnownState::default() => {
+            expected.at_epoch.map(OnlyIf::Epoch)
+        }
         Some(OnlyIf::Expected(expected)) => {
             let listing = listing(server, identity)?;
             let checkpoint = listing.checkpoints.last().map_or(0, |listed| listed.number);
             let found = KnownState { epoch: listing.epoch, checkpoint };
             require_reached(&server.to_string(), found, expected.at_least)?;
-            Some(OnlyIf::Epoch(listing.epoch))
+            Some(OnlyIf::Epoch(expected.at_epoch.unwrap_or(listing.epoch)))
         }
         other => other,
     };

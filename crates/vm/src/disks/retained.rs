@@ -6,10 +6,11 @@
 //! nothing has been freed yet, and both steps are repeated.
 
 use super::served;
-use super::server::{ask, connect};
+use super::server::{ask, connect, control_socket};
 use crate::fault;
 use crate::rundir::RunDir;
 use rekindle_disk::block::BLOCK;
+use rekindle_disk::confinement::frames_directory;
 use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
@@ -137,7 +138,8 @@ impl<'a> IdleServer<'a> {
 
     /// Makes the server retain its blocks. `is_shared` means that other servers have blocks in the same memory.
     fn retain(mut self, rundir: &RunDir, is_shared: bool) -> Option<RetainingServer<'a>> {
-        let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
+        let frames = frames_directory(&control_socket(rundir, &self.disk.id));
+        let claim = frames.join(format!("disk-{}.claim", self.disk.id));
         match self.control.ask::<u64>(&ControlCommand::KeepCache { claim: is_shared.then(|| claim.clone()) }) {
             Ok(0) => {
                 self.release();
