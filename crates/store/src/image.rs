@@ -248,7 +248,7 @@ impl LocalImage {
     pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<usize> {
         let mut started = 0;
         for pages in pages.chunks(PAGES_PER_READ) {
-            let is_complete = without_waiting(Need::Ahead, || {
+            let is_complete = without_waiting(Need::ReadAhead, || {
                 self.with_index(|index| {
                     let wanted = self.locate(index, pages, |_| {})?;
                     for group in groups(&wanted) {

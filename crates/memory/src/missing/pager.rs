@@ -146,7 +146,7 @@ pub(super) struct PendingFault {
     /// Time of the next attempt.
     pub(super) due: Instant,
     /// The page is on its way.
-    pub(super) is_coming: bool,
+    pub(super) is_in_flight: bool,
 }
 
 /// The next attempt to fill pages in the background.
@@ -156,11 +156,11 @@ pub(super) struct BackgroundAttempt {
     pub(super) failures: u32,
     pub(super) due: Instant,
     /// The next page is on its way.
-    pub(super) is_coming: bool,
+    pub(super) is_in_flight: bool,
     /// As `due`, for the neighbours of faulted pages.
     pub(super) neighbours_due: Instant,
     /// The next neighbour is on its way.
-    pub(super) are_neighbours_coming: bool,
+    pub(super) are_neighbours_in_flight: bool,
     /// Number of the next runs that were announced to the source.
     pub(super) announced: usize,
     /// Number of pages to fill before runs are announced again, because the source had no room for more.
@@ -173,9 +173,9 @@ impl BackgroundAttempt {
         Self {
             failures: 0,
             due: now,
-            is_coming: false,
+            is_in_flight: false,
             neighbours_due: now,
-            are_neighbours_coming: false,
+            are_neighbours_in_flight: false,
             announced: 0,
             fills_before_announcement: 0,
         }

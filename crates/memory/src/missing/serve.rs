@@ -64,24 +64,24 @@ impl<I: Iterator<Item = Option<BlockRun>>> Order<I> {
     }
 }
 
-/// What became of pages that were to be filled in the background.
-enum Filling {
+/// The result of filling pages in the background.
+enum BatchOutcome {
     /// They are filled, or the next attempt is scheduled.
-    Ended,
-    /// Those from here on are on their way.
-    Coming(Range<u64>),
+    Done,
+    /// Those from here on wait for a GET.
+    InFlight(Range<u64>),
 }
 
-/// Lets everything be tried again that was on its way.
+/// Makes all attempts due that wait for a GET.
 fn note_arrival(pending: &mut BTreeMap<BlockPage, PendingFault>, background: &mut BackgroundAttempt) {
     let now = Instant::now();
-    for fault in pending.values_mut().filter(|fault| fault.is_coming) {
-        (fault.is_coming, fault.due) = (false, now);
+    for fault in pending.values_mut().filter(|fault| fault.is_in_flight) {
+        (fault.is_in_flight, fault.due) = (false, now);
     }
-    if std::mem::take(&mut background.is_coming) {
+    if std::mem::take(&mut background.is_in_flight) {
         background.due = now;
     }
-    if std::mem::take(&mut background.are_neighbours_coming) {
+    if std::mem::take(&mut background.are_neighbours_in_flight) {
         background.neighbours_due = now;
     }
 }
@@ -252,7 +252,7 @@ impl Pager {
                             since: now,
                             attempts: 0,
                             due: now,
-                            is_coming: false,
+                            is_in_flight: false,
                         });
                     }
                 }
@@ -313,7 +313,7 @@ impl Pager {
                     Some(content) => *content,
                     None => {
                         if let Some(fault) = self.pending.get_mut(&faulted) {
-                            (fault.is_coming, fault.due) = (true, Instant::now() + ARRIVAL_CHECK_INTERVAL);
+                            (fault.is_in_flight, fault.due) = (true, Instant::now() + ARRIVAL_CHECK_INTERVAL);
                         }
                         return Ok(());
                     }
@@ -323,7 +323,7 @@ impl Pager {
                     let delay = self.retry_delay(block, failed_page, e, attempts, source)?;
                     if let Some(fault) = self.pending.get_mut(&faulted) {
                         (fault.attempts, fault.due) = (attempts, Instant::now() + delay);
-                        fault.is_coming = false;
+                        fault.is_in_flight = false;
                     }
                     return Ok(());
                 }
@@ -432,9 +432,9 @@ impl Pager {
             if pages.end < run.end {
                 self.neighbours.push((block, pages.end..run.end));
             }
-            if let Filling::Coming(unfilled) = self.fill(block, pages, source)? {
+            if let BatchOutcome::InFlight(unfilled) = self.fill(block, pages, source)? {
                 self.neighbours.push((block, unfilled));
-                self.background.are_neighbours_coming = true;
+                self.background.are_neighbours_in_flight = true;
                 self.background.neighbours_due = Instant::now() + ARRIVAL_CHECK_INTERVAL;
                 return Ok(false);
             }
@@ -463,8 +463,8 @@ impl Pager {
                 if let Some(pages) = paged.next_missing(&paged.pages_overlapping(run), max_pages) {
                     // No earlier page of the run is missing.
                     run.start = run.start.max(pages.start * paged.page_bytes);
-                    if let Filling::Coming(_) = self.fill(block, pages, source)? {
-                        self.background.is_coming = true;
+                    if let BatchOutcome::InFlight(_) = self.fill(block, pages, source)? {
+                        self.background.is_in_flight = true;
                         self.background.due = Instant::now() + ARRIVAL_CHECK_INTERVAL;
                     }
                     return Ok(true);
@@ -514,21 +514,26 @@ impl Pager {
     }
 
     /// Fetches and fills pages in the background. If that fails, schedules the next attempt.
-    fn fill<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<Filling, PagerError> {
+    fn fill<S: PageSource>(
+        &mut self,
+        block: usize,
+        pages: Range<u64>,
+        source: &mut S,
+    ) -> Result<BatchOutcome, PagerError> {
         match self.fetch(block, pages.clone(), Some(Need::Background), source) {
             Ok(contents) => {
                 self.background.failures = 0;
                 let end = pages.start + contents.len() as u64;
                 self.fill_batch_from_buffer(block, pages.start..end, &contents, source)?;
-                Ok(if end < pages.end { Filling::Coming(end..pages.end) } else { Filling::Ended })
+                Ok(if end < pages.end { BatchOutcome::InFlight(end..pages.end) } else { BatchOutcome::Done })
             }
             Err((failed_page, e)) => {
                 self.background.failures += 1;
                 let delay = self.retry_delay(block, failed_page, e, self.background.failures, source)?;
                 self.background.due = Instant::now() + delay;
                 self.background.neighbours_due = self.background.due;
-                (self.background.is_coming, self.background.are_neighbours_coming) = (false, false);
-                Ok(Filling::Ended)
+                (self.background.is_in_flight, self.background.are_neighbours_in_flight) = (false, false);
+                Ok(BatchOutcome::Done)
             }
         }
     }

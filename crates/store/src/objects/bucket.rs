@@ -221,7 +221,7 @@ impl Bucket {
         Pending { job, result }
     }
 
-    /// Waits for the result of a GET, which becomes as urgent as can be.
+    /// Waits for the result of a GET, which gets the highest priority.
     pub fn wait_for<T: Clone>(&self, pending: &Pending<T>) -> io::Result<T> {
         self.promote(pending, Need::Guest);
         let mut receiver = pending.result.clone();

@@ -75,7 +75,7 @@ impl CachedChunks {
     fn get(&mut self, id: ChunkId, need: Need) -> Option<Get> {
         self.uses += 1;
         let cached = self.chunks.get_mut(&id).filter(|cached| !cached.get.pending.has_failed())?;
-        if need != Need::Ahead {
+        if need != Need::ReadAhead {
             (cached.used, cached.is_unused) = (self.uses, false);
         }
         Some(cached.get.clone())
@@ -102,7 +102,7 @@ impl CachedChunks {
             self.evict();
         }
         self.uses += 1;
-        self.chunks.insert(id, CachedChunk { get, used: self.uses, is_unused: need == Need::Ahead });
+        self.chunks.insert(id, CachedChunk { get, used: self.uses, is_unused: need == Need::ReadAhead });
     }
 
     /// Removes all chunks of one GET, which share their memory: one that nothing has used yet, otherwise the one whose last
@@ -232,9 +232,10 @@ impl OpenObject {
 
     /// Starts to read `chunks` as far as there is room. Returns whether there was room for all.
     fn start_ahead(&self, cached: &mut CachedChunks, chunks: Range<u64>) -> bool {
-        let has_room =
-            |cached: &CachedChunks| cached.unused() < MAX_UNUSED_CHUNKS && self.bucket.schedule().has_room(Need::Ahead);
-        self.gets(cached, chunks, Need::Ahead, has_room).iter().all(Option::is_some)
+        let has_room = |cached: &CachedChunks| {
+            cached.unused() < MAX_UNUSED_CHUNKS && self.bucket.schedule().has_room(Need::ReadAhead)
+        };
+        self.gets(cached, chunks, Need::ReadAhead, has_room).iter().all(Option::is_some)
     }
 
     /// Starts the GETs of the chunks after `chunk` if those before it were read: the more of them, the more.

@@ -28,7 +28,7 @@ pub enum Need {
     /// It is the next to be loaded in the background.
     Background,
     /// It is likely to be needed soon.
-    Ahead,
+    ReadAhead,
 }
 
 /// The number of a GET.
@@ -55,7 +55,7 @@ impl Queues {
         match need {
             Need::Guest => &mut self.guest,
             Need::Background => &mut self.background,
-            Need::Ahead => &mut self.ahead,
+            Need::ReadAhead => &mut self.ahead,
         }
     }
 
@@ -123,7 +123,7 @@ impl Schedule {
     /// Returns whether another GET can be started that the caller does not wait for.
     pub fn has_room(&self, need: Need) -> bool {
         let mut queues = self.queues();
-        let limit = if need == Need::Ahead { MAX_QUEUED_AHEAD } else { MAX_QUEUED_NEEDED };
+        let limit = if need == Need::ReadAhead { MAX_QUEUED_AHEAD } else { MAX_QUEUED_NEEDED };
         queues.queue(need).len() < limit
     }
 
@@ -143,7 +143,7 @@ impl Schedule {
     /// Makes a queued GET as urgent as `need`. Has no effect on one that is in flight or has ended.
     pub fn promote(self: &Arc<Self>, id: JobId, need: Need) {
         let mut queues = self.queues();
-        for less_urgent in [Need::Background, Need::Ahead].into_iter().filter(|other| *other > need) {
+        for less_urgent in [Need::Background, Need::ReadAhead].into_iter().filter(|other| *other > need) {
             let queue = queues.queue(less_urgent);
             if let Some(job) = queue.iter().position(|job| job.id == id).and_then(|position| queue.remove(position)) {
                 queues.queue(need).push_back(job);
@@ -215,11 +215,11 @@ mod tests {
         let mut take = |count: usize| -> Vec<Need> { (0..count).map(|_| sent.blocking_recv().unwrap()).collect() };
         let mut last = 0;
         for _ in 0..MAX_UNNEEDED_IN_FLIGHT + MAX_QUEUED_AHEAD {
-            assert!(schedule.has_room(Need::Ahead));
-            last = start(Need::Ahead);
+            assert!(schedule.has_room(Need::ReadAhead));
+            last = start(Need::ReadAhead);
         }
-        assert!(!schedule.has_room(Need::Ahead));
-        assert_eq!(take(MAX_UNNEEDED_IN_FLIGHT), [Need::Ahead; MAX_UNNEEDED_IN_FLIGHT]);
+        assert!(!schedule.has_room(Need::ReadAhead));
+        assert_eq!(take(MAX_UNNEEDED_IN_FLIGHT), [Need::ReadAhead; MAX_UNNEEDED_IN_FLIGHT]);
         // Places for a guest are free.
         start(Need::Guest);
         start(Need::Guest);
@@ -238,7 +238,7 @@ mod tests {
         schedule.promote(last, Need::Guest);
         may_end.add_permits(1);
         // It was queued as read-ahead.
-        assert_eq!(take(1), [Need::Ahead]);
+        assert_eq!(take(1), [Need::ReadAhead]);
         assert_eq!(schedule.queues().ahead.len(), MAX_QUEUED_AHEAD - 1);
         let mut counter = [0; 8];
         assert_eq!(rustix::io::read(ends, &mut counter).unwrap(), 8);
