@@ -15,6 +15,7 @@ use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
+use rekindle_store::keys::KeySource;
 use rekindle_store::remote::Identity;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -164,6 +165,14 @@ impl Fill {
             file.read().map_err(StoreError::from)?;
         }
         Ok(())
+    }
+
+    /// Returns the file that the keys of an encrypted store are read from.
+    pub(crate) fn key_file(&self) -> Option<PathBuf> {
+        match self.credentials().keys? {
+            KeySource::File(path) => Some(path),
+            KeySource::Command(_) => None,
+        }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

@@ -181,7 +181,7 @@ impl MissingMemory {
         let mut granted = GrantedFiles::default();
         if confine {
             let confinement = confinement(fill);
-            granted = GrantedFiles::of(&confinement);
+            granted = GrantedFiles::of(&confinement, fill.key_file());
             confinement.enter()?;
             files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }

@@ -58,7 +58,8 @@ pub(crate) fn confinement(fill: &Fill) -> Confinement {
     Confinement { files, calls }
 }
 
-/// The files and directories that a confined process may use, as they were when it was confined.
+/// The files and directories that a confined process may use, as they were when it was confined, and the file of the keys that
+/// it has read.
 #[derive(Debug, Default)]
 pub(crate) struct GrantedFiles(Vec<(PathBuf, FileId)>);
 
@@ -67,9 +68,9 @@ type FileId = (u64, u64);
 
 impl GrantedFiles {
     /// Inspects the files of a confinement that is about to be entered.
-    pub(crate) fn of(confinement: &Confinement) -> Self {
-        let granted = confinement.files.iter().filter_map(|grant| Some((grant.path.clone(), file_id(&grant.path)?)));
-        Self(granted.collect())
+    pub(crate) fn of(confinement: &Confinement, key_file: Option<PathBuf>) -> Self {
+        let paths = confinement.files.iter().map(|grant| grant.path.clone()).chain(key_file);
+        Self(paths.filter_map(|path| Some((path.clone(), file_id(&path)?))).collect())
     }
 
     /// Returns whether another file has the path of one of them now: a renewed certificate, another mount.
@@ -119,7 +120,7 @@ mod tests {
         let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
         fs::write(&file, "1").unwrap();
         let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
-        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES });
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES }, None);
         fs::write(&file, "2").unwrap();
         assert!(!granted.is_any_replaced());
         // The first file stays, so that the new one has another inode.
