@@ -64,10 +64,11 @@ impl FillFiles {
         let is_closed = AtomicBool::new(false);
         let handle = move |Request { numbers: [operation, ..], .. }: Request| match operation {
             // Once: afterwards the number may be that of another descriptor in QEMU.
-            operation::CLOSE if is_closed.swap(true, Ordering::SeqCst) => Ok(Answer::default()),
+            operation::CLOSE if is_closed.load(Ordering::SeqCst) => Ok(Answer::default()),
             operation::CLOSE => {
-                let closed = registration.map_or(Ok(()), Registration::close);
-                closed.map(Answer::from).map_err(io::Error::other)
+                registration.map_or(Ok(()), Registration::close).map_err(io::Error::other)?;
+                is_closed.store(true, Ordering::SeqCst);
+                Ok(Answer::default())
             }
             _ => unconfined.handle(operation),
         };

@@ -163,7 +163,9 @@ impl Broker {
         };
         match i32::try_from(errno) {
             Ok(0) if descriptors == u64::from(descriptor.is_some()) => Ok(Answer { number, descriptor }),
-            Ok(0) => Err(io::Error::other("a descriptor was lost on its way; the limit of open files may be reached")),
+            Ok(0) => Err(io::Error::other(
+                "a descriptor was lost on its way; raise the limit of open files (LimitNOFILE, ulimit -n)",
+            )),
             Ok(errno) => Err(io::Error::from_raw_os_error(errno)),
             Err(_) => Err(io::ErrorKind::InvalidData.into()),
         }

@@ -24,16 +24,7 @@ pub fn capabilities_for(grants: &[Grant]) -> CapabilitySet {
         let check = scope.spawn(|| {
             let none = CapabilitySet::empty();
             set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?;
-            let denied = grants.iter().filter(|grant| is_denied(grant)).map(|grant| grant.access.is_writing());
-            Ok::<_, Errno>(
-                denied
-                    .map(
-                        |is_writing| {
-                            if is_writing { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::DAC_READ_SEARCH }
-                        },
-                    )
-                    .collect(),
-            )
+            Ok::<_, Errno>(grants.iter().filter(|grant| is_denied(grant)).map(capability_for).collect())
         });
         check.join()
     });
@@ -42,6 +33,11 @@ pub fn capabilities_for(grants: &[Grant]) -> CapabilitySet {
         Ok(Ok(needed)) => needed,
         Ok(Err(_)) | Err(_) => CapabilitySet::empty(),
     }
+}
+
+/// Returns the capability with which root can open a file that is denied to it.
+fn capability_for(denied: &Grant) -> CapabilitySet {
+    if denied.access.is_writing() { CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::DAC_READ_SEARCH }
 }
 
 fn is_denied(grant: &Grant) -> bool {
