@@ -2,7 +2,7 @@
 //!
 //! The two share sockets only. A request is a fixed number of integers, a file name and at most one descriptor; an answer
 //! is an integer and at most one descriptor. Each is one packet, so there is nothing to parse. The child ends when the
-//! other process has closed its ends, also when it was killed.
+//! other process has closed all its ends, also when it was killed.
 
 use super::capabilities::{self, CapabilitySet};
 use super::{ConfinementError, check_single_thread};
@@ -214,7 +214,8 @@ fn exit(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-/// Answers requests until a connection is closed.
+/// Answers requests until the other process has closed all connections. One that is closed earlier may belong to a process
+/// that is about to end with an error of its own.
 fn serve(connections: &[OwnedFd], kept: CapabilitySet, answer: &(impl Fn(Request) -> io::Result<Answer> + Sync)) -> ! {
     let kept_descriptors: Vec<RawFd> = connections.iter().map(AsRawFd::as_raw_fd).collect();
     show_as("rekindle broker");
@@ -225,9 +226,11 @@ fn serve(connections: &[OwnedFd], kept: CapabilitySet, answer: &(impl Fn(Request
     thread::scope(|scope| {
         for connection in connections {
             let started = thread::Builder::new().spawn_scoped(scope, move || {
-                // Also a panic ends the process: the other one must not wait for an answer.
-                let _ = std::panic::catch_unwind(AssertUnwindSafe(|| while answer_next(connection, answer).is_ok() {}));
-                exit(0)
+                let served = AssertUnwindSafe(|| answer_all(connection, answer));
+                // An error or a panic ends the process: the other one must not wait for an answer.
+                if !matches!(std::panic::catch_unwind(served), Ok(Ok(()))) {
+                    exit(1);
+                }
             });
             if started.is_err() {
                 exit(1);
@@ -237,17 +240,24 @@ fn serve(connections: &[OwnedFd], kept: CapabilitySet, answer: &(impl Fn(Request
     exit(0)
 }
 
-fn answer_next(connection: &OwnedFd, answer: impl Fn(Request) -> io::Result<Answer>) -> io::Result<()> {
+fn answer_all(connection: &OwnedFd, answer: impl Fn(Request) -> io::Result<Answer>) -> io::Result<()> {
+    while answer_next(connection, &answer)? {}
+    Ok(())
+}
+
+/// Returns false at the end of the connection.
+fn answer_next(connection: &OwnedFd, answer: impl Fn(Request) -> io::Result<Answer>) -> io::Result<bool> {
     let mut bytes = [0; NUMBER_BYTES + MAX_NAME_BYTES];
     let (received, descriptor) = receive(connection, &mut bytes)?;
+    if received == 0 {
+        return Ok(false);
+    }
     let request = bytes.get(..received).and_then(|packet| packet.split_at_checked(NUMBER_BYTES));
     let (numbers, name) = request.ok_or(io::ErrorKind::UnexpectedEof)?;
     let request = Request { numbers: numbers_of(numbers), name: OsString::from_vec(name.to_vec()), descriptor };
-    match answer(request).and_then(|answer| send_answer(connection, 0, &answer)) {
-        Ok(()) => Ok(()),
-        // Also if the descriptor could not be sent: then nothing was sent.
-        Err(e) => send_answer(connection, errno(&e), &Answer::default()),
-    }
+    // Also if the descriptor could not be sent: then nothing was sent.
+    let sent = answer(request).and_then(|answer| send_answer(connection, 0, &answer));
+    sent.or_else(|e| send_answer(connection, errno(&e), &Answer::default())).map(|()| true)
 }
 
 fn send_answer(connection: &OwnedFd, errno: i32, Answer { number, descriptor }: &Answer) -> io::Result<()> {

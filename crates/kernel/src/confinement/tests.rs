@@ -147,3 +147,17 @@ fn a_broker_answers_a_confined_process_and_ends_with_it() {
     assert_eq!(outcome, Outcome::Failed(libc::EACCES));
     assert_eq!(std::fs::read_to_string(&asked).unwrap(), "21");
 }
+
+#[test]
+fn a_process_that_ends_its_requests_is_not_ended_by_its_broker() {
+    let own = tempfile::tempdir().unwrap();
+    let file = own.path().join("file");
+    let outcome = run(&Attempt::Create(file), || {
+        let broker = Broker::start(8, CapabilitySet::empty(), |_| Ok(Answer::default())).unwrap();
+        broker.end_process_with_it().unwrap();
+        drop(broker);
+        // Enough for a broker that ends with the first connection.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+    });
+    assert_eq!(outcome, Outcome::Done);
+}
