@@ -9,7 +9,7 @@ help:
 	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest resumes on another; print the timeline'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
-	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt'
+	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt|store'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
 	@echo '                      TRIAL=1: only check that every case works)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'

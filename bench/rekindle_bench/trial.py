@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import cluster, faults, host, libvirt, move, protect, restore, vmm, warm_cache
+from rekindle_bench import cluster, faults, host, libvirt, move, protect, restore, store, vmm, warm_cache
 from rekindle_bench import os as os_reboot
 from rekindle_bench.case import Trial
 from rekindle_bench.protect.plan import Pause, Units
@@ -125,6 +125,7 @@ PLANS: dict[str, Any] = {
         compared_checkpoints=10,
     ),
     "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
+    "store": store.Plan(commits=1, commit_bytes=1_000_000, restores=1, memory_mib=128, touch="16M", races=4),
     "move": move.Plan(filled_by_mib={192: "96M"}, loads_mb_per_s=(5,), rounds=1),
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(ways_by_mib={}, ways_by_vms={}, rounds_in_a_row=0, emulated_faults=0, direct_faults=1),

@@ -1,10 +1,11 @@
-"""Makes stores of checkpoints: in a folder of the machine's disk, encrypted, on a slow disk, on a server over TLS.
+"""Makes stores of checkpoints: in a folder of the disk, encrypted, on a slow disk, over TLS, in an object store.
 
-`on_disk`, `encrypted`, `on_slow_disk` and `over_tls` return a folder for stores; `Store.fresh`
+`on_disk`, `encrypted`, `on_slow_disk`, `over_tls` and `in_object_store` return a folder for stores; `Store.fresh`
 returns the store of one VM in it.
 """
 
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -31,10 +32,10 @@ class Store:
     """One store, or a folder for several (`fresh`)."""
 
     kind: str
-    """`disk`, `slow`, `tls`, `encrypted`."""
+    """`disk`, `slow`, `tls`, `encrypted`, `s3`."""
     url: str
     folder: Path
-    """Folder of the store on this machine."""
+    """Folder of the store on this machine. A store in an object store has no files in it."""
     options: tuple[str, ...] = ()
     """Command options that the store's URL requires."""
 
@@ -147,3 +148,41 @@ def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
     finally:
         server.terminate()
         server.wait()
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """An object store that runs on this machine."""
+
+    store: Store
+    """The bucket, as a folder for stores."""
+    variables: dict[str, str]
+    """Variables with which a client reaches it."""
+
+
+@contextmanager
+def in_object_store(programs: Path, folder: Path) -> Iterator[ObjectStore]:
+    """Runs the object store of Rekindle's tests, which takes some seconds to start.
+
+    `programs`: folder of Rekindle's built examples; `folder`: for the file with the credentials.
+    """
+    with subprocess.Popen(
+        [str(programs / "object_store_server")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdin is not None and server.stdout is not None
+            line = server.stdout.readline()
+            if not line:
+                raise RekindleError("the object store does not start; its output is above")
+            started = json.loads(line)
+            file = folder / f"object-store-{next(_numbers)}.env"
+            file.touch(mode=0o600)
+            file.write_text("".join(f"{name}={value}\n" for name, value in started["environment"].items()))
+            options = ("--environment-file", str(file))
+            store = Store("s3", f"s3://{started['bucket']}", folder / "objects", options)
+            yield ObjectStore(store, started["environment"])
+        finally:
+            # It ends with its input.
+            if server.stdin is not None:
+                server.stdin.close()
+            server.wait(START_DEADLINE_S)

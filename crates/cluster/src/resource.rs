@@ -96,6 +96,9 @@ impl Resource {
             Some(KeySource::Command(command)) => add("--key-command", command.into()),
             None => {}
         }
+        if let Some(file) = credentials.as_ref().and_then(|credentials| credentials.environment_file.as_ref()) {
+            add("--environment-file", file.path().into());
+        }
         match disks {
             DiskPolicy::Refuse => {}
             DiskPolicy::CrashConsistent => add("--disk", "crash-consistent".into()),

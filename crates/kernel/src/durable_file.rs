@@ -6,6 +6,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use std::fmt::Debug;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -38,6 +39,10 @@ pub trait DurableFile: Debug + Send + Sync {
     fn sync(&self) -> io::Result<()>;
     /// Starts what [`DurableFile::sync`] waits for, as a hint: the caller writes nothing more to the file.
     fn start_sync(&self) {}
+    /// Starts to read these bytes, as a hint: they will be read soon. Returns `false` if there is no room for that now.
+    fn start_read(&self, _range: Range<u64>) -> bool {
+        true
+    }
     /// Returns the length in bytes.
     ///
     /// # Errors

@@ -13,15 +13,18 @@ use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
-use rekindle_memory::missing::{Content, PageSource, Pager, PagerError};
+use rekindle_memory::missing::{Content, Need, PageSource, Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_testing::hugepages::HugePages;
 use rekindle_testing::process::descriptors;
+use rustix::event::{EventfdFlags, eventfd};
+use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -369,6 +372,84 @@ fn a_pager_ends_with_its_process() {
     drop(reader);
     let e = pager.run(&mut source, [], &never()).unwrap_err();
     assert!(matches!(e, PagerError::QemuEnded { .. }), "{e}");
+}
+
+/// A source on another host: each page arrives a while after it was requested, and one only after `may_arrive` is set.
+struct Distant<'a> {
+    pattern: Pattern,
+    requested: BTreeMap<u64, Instant>,
+    held: u64,
+    may_arrive: &'a AtomicBool,
+    arrivals: OwnedFd,
+    /// Pages that were supplied for faults.
+    for_faults: &'a AtomicU64,
+}
+
+impl PageSource for Distant<'_> {
+    type Error = io::Error;
+
+    fn page(&mut self, _: BlockId, _: PageNo, _: &mut Page) -> io::Result<Content> {
+        panic!("the pager waits for a page");
+    }
+
+    fn page_if_ready(
+        &mut self,
+        block: BlockId,
+        page: PageNo,
+        buffer: &mut Page,
+        need: Need,
+    ) -> io::Result<Option<Content>> {
+        const LATENCY: Duration = Duration::from_micros(300);
+        let requested = *self.requested.entry(page.0).or_insert_with(Instant::now);
+        if requested.elapsed() < LATENCY || page.0 == self.held && !self.may_arrive.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        if need == Need::Fault {
+            self.for_faults.fetch_add(1, Ordering::Relaxed);
+        }
+        self.pattern.page(block, page, buffer).map(Some)
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.arrivals.as_fd())
+    }
+
+    fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
+        None
+    }
+}
+
+#[test]
+fn faults_are_served_while_a_page_is_on_its_way() {
+    const PAGES: u64 = 600;
+    let mut reader = Victim::reader(Kind::Shared, PAGES);
+    let injector = Injector::new(reader.process).unwrap();
+    let mut pager = Pager::register(injector, &reader.ram, every_block, None).unwrap();
+    let (may_arrive, has_ended, for_faults) = (AtomicBool::new(false), AtomicBool::new(false), AtomicU64::new(0));
+    let arrivals = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let held = PAGES - 1;
+    std::thread::scope(|scope| {
+        let notify = arrivals.try_clone().unwrap();
+        scope.spawn(|| {
+            let notify = notify;
+            while !has_ended.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_micros(200));
+                rustix::io::write(&notify, &1u64.to_ne_bytes()).unwrap();
+            }
+        });
+        let (may_arrive, for_faults) = (&may_arrive, &for_faults);
+        let requested = BTreeMap::new();
+        let mut source = Distant { pattern: Pattern::default(), requested, held, may_arrive, arrivals, for_faults };
+        reader.begin();
+        // The background waits for the page that does not come.
+        let running = scope.spawn(move || pager.run(&mut source, [(0, held * PAGE..PAGES * PAGE)], &never()));
+        wait_for(|| "faults".into(), || (for_faults.load(Ordering::Relaxed) > 20).then_some(()));
+        may_arrive.store(true, Ordering::Relaxed);
+        let progress = running.join().unwrap().unwrap();
+        has_ended.store(true, Ordering::Relaxed);
+        assert!(progress.complete && progress.left == 0, "{progress:?}");
+    });
+    reader.assert_all_right();
 }
 
 /// A source that fails for every page, and permits attempts without limit.

@@ -15,6 +15,7 @@ use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
+use rekindle_store::keys::KeySource;
 use rekindle_store::remote::Identity;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -141,16 +142,37 @@ impl Fill {
         Ok(image)
     }
 
-    /// Returns the files of this host's certificates, which each new connection to a server reads.
-    pub(crate) fn identity_files(&self) -> Vec<PathBuf> {
-        let identity = self.credentials.as_ref().and_then(|paths| paths.credentials().tls);
-        identity.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default()
+    fn credentials(&self) -> Credentials {
+        self.credentials.as_ref().map(CredentialPaths::credentials).unwrap_or_default()
     }
 
-    /// Reads the keys of an encrypted store, which this process keeps: later it may be unable to read them.
-    pub(crate) fn read_keys(&self) -> Result<(), FillError> {
-        let keys = self.credentials.as_ref().and_then(|paths| paths.credentials().keys);
-        keys.map_or(Ok(()), |keys| keys.keys().map(drop).map_err(|e| StoreError::from(e).into()))
+    /// Returns the files that connections to a server read: those of this host's certificates, and those that the
+    /// variables of an object store name.
+    pub(crate) fn connection_files(&self) -> Vec<PathBuf> {
+        let Credentials { tls, environment_file, .. } = self.credentials();
+        let mut files = tls.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default();
+        // A file that cannot be read is an error of `read_secrets`.
+        files.extend(environment_file.and_then(|file| file.read().ok()).unwrap_or_default());
+        files
+    }
+
+    /// Reads the keys of an encrypted store and the variables of an object store, which this process keeps: later it may be
+    /// unable to read them.
+    pub(crate) fn read_secrets(&self) -> Result<(), FillError> {
+        let Credentials { keys, environment_file, .. } = self.credentials();
+        keys.map_or(Ok(()), |keys| keys.keys().map(drop)).map_err(StoreError::from)?;
+        if let (StoreUrl::Objects(_), Some(file)) = (&self.store, environment_file) {
+            file.read().map_err(StoreError::from)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the file that the keys of an encrypted store are read from.
+    pub(crate) fn key_file(&self) -> Option<PathBuf> {
+        match self.credentials().keys? {
+            KeySource::File(path) => Some(path),
+            KeySource::Command(_) => None,
+        }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

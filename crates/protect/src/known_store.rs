@@ -149,7 +149,7 @@ mod tests {
         file.note(&store, KnownStore { encrypted: true, ..known });
         let e = file.check(None).unwrap_err().to_string();
         assert!(e.contains("s3://bucket/web") && e.contains("rekindle store forget web"), "{e}");
-        let credentials = Credentials { tls: None, keys: Some(KeySource::File("/keys".into())) };
+        let credentials = Credentials { keys: Some(KeySource::File("/keys".into())), ..Credentials::default() };
         assert!(file.check(Some(&credentials)).unwrap().unwrap().encrypted);
         assert!(file.forget().unwrap() && !file.forget().unwrap());
         assert_eq!(file.check(None).unwrap(), None);

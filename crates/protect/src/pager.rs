@@ -9,22 +9,26 @@ use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager};
 use crate::fill_files::FillFiles;
 use crate::pager_confinement::{GrantedFiles, confinement};
 use rekindle_kernel::inject::Injector;
-use rekindle_memory::missing::{Completion, Content, PageSource, Pager, Progress};
+use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
-use rekindle_pages::{BlockId, Page, PageNo, ZERO_PAGE};
+use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_store::{Image, StoreError};
 use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Delay before a failed read of a page is retried.
 const READ_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Pages whose order in the fill is determined in advance.
+const KNOWN_IN_ADVANCE: usize = 4096;
 /// Delay between two checks whether another pager has ended.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -87,7 +91,7 @@ pub fn serve(
     let _pager_lock = lock_pager(rundir)?;
     let fill = read_fill(rundir)?;
     let memory = MissingMemory::take_over(rundir, &fill, confine)?;
-    let image = fill.open_checkpoint()?;
+    let image = Arc::new(fill.open_checkpoint()?);
     memory.load(&fill, &image, stop, on_event)
 }
 
@@ -102,7 +106,7 @@ pub fn serve_after(
 ) -> Result<Progress, FillError> {
     let fill = read_fill(rundir)?;
     let memory = MissingMemory::take_over(rundir, &fill, confine)?;
-    let image = fill.open_checkpoint()?;
+    let image = Arc::new(fill.open_checkpoint()?);
     on_ready();
     let _pager_lock = loop {
         match memory.files.lock_pager() {
@@ -172,12 +176,12 @@ impl MissingMemory {
         if let (Some(pager), Some(close)) = (&mut pager, files.close_through()) {
             pager.close_through(close);
         }
-        // After the broker was started, which needs no keys.
-        fill.read_keys()?;
+        // After the broker was started, which needs no secrets.
+        fill.read_secrets()?;
         let mut granted = GrantedFiles::default();
         if confine {
             let confinement = confinement(fill);
-            granted = GrantedFiles::of(&confinement);
+            granted = GrantedFiles::of(&confinement, fill.key_file());
             confinement.enter()?;
             files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }
@@ -188,7 +192,7 @@ impl MissingMemory {
     fn load(
         self,
         fill: &Fill,
-        image: &Image,
+        image: &Arc<Image>,
         stop: &AtomicBool,
         on_event: &mut dyn FnMut(&PagerEvent),
     ) -> Result<Progress, FillError> {
@@ -200,11 +204,16 @@ impl MissingMemory {
                 // The previous pager has ended.
                 pager.wake_blocked()?;
                 on_event(&PagerEvent::Serving { checkpoint: fill.number });
-                let fill_order = recently_written_pages(image, fill);
                 let mut end_of_fill = EndOfFill { files: &files, write_record_lock: None };
                 let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
                 pages.granted = granted;
-                let progress = pager.run_until(&mut pages, fill_order, stop, || end_of_fill.decide())?;
+                let progress = if image.has_latency() {
+                    let order = recently_written_pages_later(image.clone(), fill.clone());
+                    pager.run_in_order(&mut pages, order, stop, || end_of_fill.decide())?
+                } else {
+                    let order = recently_written_pages(image, fill);
+                    pager.run_until(&mut pages, order, stop, || end_of_fill.decide())?
+                };
                 _write_record_lock = end_of_fill.write_record_lock;
                 progress
             }
@@ -236,6 +245,28 @@ fn recently_written_pages<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<It
     image.hot().map_while(Result::ok).filter_map(move |(block, page)| {
         let filled_block = block_ids.iter().position(|id| *id == Some(block))?;
         Some((filled_block, page.offset()..page.next().offset()))
+    })
+}
+
+/// Returns the items of [`recently_written_pages`], which another thread determines. An item is `None` while the next one is
+/// not known yet.
+fn recently_written_pages_later(
+    image: Arc<Image>,
+    fill: Fill,
+) -> impl Iterator<Item = Option<(usize, Range<u64>)>> + use<> {
+    let (sender, receiver) = mpsc::sync_channel(KNOWN_IN_ADVANCE);
+    let send_all = move || {
+        let sent = recently_written_pages(&image, &fill).map(|run| sender.send(run));
+        sent.take_while(Result::is_ok).for_each(drop);
+    };
+    // It ends with the process, or after the receiver. It is not joined, since it may wait for a server.
+    if let Err(e) = thread::Builder::new().name("fill order".into()).spawn(send_all) {
+        tracing::debug!("the pages load in the order of memory: {e}");
+    }
+    std::iter::from_fn(move || match receiver.try_recv() {
+        Ok(run) => Some(Some(run)),
+        Err(TryRecvError::Empty) => Some(None),
+        Err(TryRecvError::Disconnected) => None,
     })
 }
 
@@ -293,6 +324,15 @@ impl<'a> CheckpointPages<'a> {
         let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
         Self { image, positions, on_event, last_error: None, granted: GrantedFiles::default() }
     }
+
+    /// Returns the position in the checkpoint of a RAM block of the guest.
+    fn position(&self, block: BlockId) -> Option<BlockId> {
+        self.positions.get(block.0).copied().flatten()
+    }
+}
+
+fn content_of(page: &Page) -> Content {
+    if *page == ZERO_PAGE { Content::Zero } else { Content::Data }
 }
 
 impl PageSource for CheckpointPages<'_> {
@@ -300,10 +340,43 @@ impl PageSource for CheckpointPages<'_> {
 
     fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, StoreError> {
         // A page that the checkpoint does not have is an error that names it, never zeros.
-        let position = self.positions.get(block.0).copied().flatten().unwrap_or(BlockId(usize::MAX));
+        let position = self.position(block).unwrap_or(BlockId(usize::MAX));
         self.image.read_page((position, page), buffer)?;
         self.last_error = None;
-        Ok(if *buffer == ZERO_PAGE { Content::Zero } else { Content::Data })
+        Ok(content_of(buffer))
+    }
+
+    fn page_if_ready(
+        &mut self,
+        block: BlockId,
+        page: PageNo,
+        buffer: &mut Page,
+        need: Need,
+    ) -> Result<Option<Content>, StoreError> {
+        let position = self.position(block).unwrap_or(BlockId(usize::MAX));
+        let need = match need {
+            Need::Fault => rekindle_store::Need::Guest,
+            Need::Background => rekindle_store::Need::Background,
+        };
+        if !self.image.read_page_if_ready((position, page), buffer, need)? {
+            return Ok(None);
+        }
+        self.last_error = None;
+        Ok(Some(content_of(buffer)))
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        self.image.arrivals()
+    }
+
+    fn fetches_ahead(&self) -> bool {
+        self.image.has_latency()
+    }
+
+    fn will_fetch(&mut self, pages: &[PageId]) -> usize {
+        // Reading a page that the checkpoint does not have is an error, and a hint only then.
+        let stored = pages.iter().map(|(block, page)| (self.position(*block).unwrap_or(BlockId(usize::MAX)), *page));
+        self.image.start_reads(&stored.collect::<Vec<_>>())
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {

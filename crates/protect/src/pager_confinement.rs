@@ -3,7 +3,9 @@
 use crate::fill::Fill;
 use rekindle_kernel::confinement::{Access, Calls, Confinement, Grant};
 use rekindle_store::StoreUrl;
+use rekindle_store::environment_file::names_file;
 use std::env;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -43,19 +45,21 @@ pub(crate) fn confinement(fill: &Fill) -> Confinement {
     } else {
         calls |= Calls::NETWORK;
         NETWORK_FILES.iter().map(Path::new).for_each(&mut read);
-        let variables = env::vars_os().filter(|(name, _)| {
-            name.to_str().is_some_and(|name| name.starts_with("AWS_") || name.starts_with("SSL_CERT_"))
-        });
+        let names_files = |name: &OsString| {
+            name.to_str().is_some_and(|name| names_file(name) || name == "SSL_CERT_FILE" || name == "SSL_CERT_DIR")
+        };
         // `SSL_CERT_DIR` may name several.
-        let named_files = variables.flat_map(|(_, value)| env::split_paths(&value).collect::<Vec<_>>());
+        let values = env::vars_os().filter(|(name, _)| names_files(name)).map(|(_, value)| value);
+        let named_files = values.flat_map(|value| env::split_paths(&value).collect::<Vec<_>>());
         let named_files = named_files.filter(|path| path.is_absolute());
-        named_files.chain(fill.identity_files()).for_each(|path| read(&path));
+        named_files.chain(fill.connection_files()).for_each(|path| read(&path));
         resolver_files().iter().for_each(|path| read(path));
     }
     Confinement { files, calls }
 }
 
-/// The files and directories that a confined process may use, as they were when it was confined.
+/// The files and directories that a confined process may use, as they were when it was confined, and the file of the keys that
+/// it has read.
 #[derive(Debug, Default)]
 pub(crate) struct GrantedFiles(Vec<(PathBuf, FileId)>);
 
@@ -64,9 +68,9 @@ type FileId = (u64, u64);
 
 impl GrantedFiles {
     /// Inspects the files of a confinement that is about to be entered.
-    pub(crate) fn of(confinement: &Confinement) -> Self {
-        let granted = confinement.files.iter().filter_map(|grant| Some((grant.path.clone(), file_id(&grant.path)?)));
-        Self(granted.collect())
+    pub(crate) fn of(confinement: &Confinement, key_file: Option<PathBuf>) -> Self {
+        let paths = confinement.files.iter().map(|grant| grant.path.clone()).chain(key_file);
+        Self(paths.filter_map(|path| Some((path.clone(), file_id(&path)?))).collect())
     }
 
     /// Returns whether another file has the path of one of them now: a renewed certificate, another mount.
@@ -116,7 +120,7 @@ mod tests {
         let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
         fs::write(&file, "1").unwrap();
         let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
-        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES });
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES }, None);
         fs::write(&file, "2").unwrap();
         assert!(!granted.is_any_replaced());
         // The first file stays, so that the new one has another inode.

@@ -1,5 +1,6 @@
 //! What a command needs to reach a store, other than its address.
 
+use crate::environment_file::EnvironmentFile;
 use crate::keys::KeySource;
 use std::path::PathBuf;
 
@@ -19,6 +20,8 @@ pub struct Credentials {
     pub tls: Option<Identity>,
     /// Where the keys for an encrypted store are.
     pub keys: Option<KeySource>,
+    /// Variables of an object store, in addition to those of the environment.
+    pub environment_file: Option<EnvironmentFile>,
 }
 
 impl Credentials {
@@ -29,6 +32,6 @@ impl Credentials {
 
 impl From<Identity> for Credentials {
     fn from(identity: Identity) -> Self {
-        Self { tls: Some(identity), keys: None }
+        Self { tls: Some(identity), ..Self::default() }
     }
 }

@@ -7,6 +7,7 @@ use rekindle_kernel::durable_file::{DurableFile, LocalFile};
 use std::fmt::Debug;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,6 +69,15 @@ pub trait Disk: Debug + Send + Sync {
     /// never change.
     fn can_append(&self) -> bool {
         true
+    }
+    /// Returns whether each read takes the time of a request to a server, so that several at a time are worth their cost.
+    /// Otherwise, nothing is read before it is needed.
+    fn has_latency(&self) -> bool {
+        false
+    }
+    /// Returns a descriptor that becomes readable when a read has ended that its caller has not waited for.
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        None
     }
 }
 

@@ -1,5 +1,6 @@
 //! Errors of a store.
 
+use crate::environment_file::EnvironmentFileError;
 use crate::format::{Flaw, Structure};
 use crate::keys::KeyError;
 use crate::sealing::KeyId;
@@ -94,6 +95,9 @@ pub enum StoreError {
     /// The keys cannot be read.
     #[error(transparent)]
     Keys(#[from] KeyError),
+    /// The variables of the object store cannot be read.
+    #[error(transparent)]
+    EnvironmentFile(#[from] EnvironmentFileError),
     /// The store has not reached the state that the caller requires.
     #[error(
         "{store}: at {found}, but {required} is required (--at-least-epoch, --at-least-checkpoint): use its newest copy"
@@ -322,6 +326,7 @@ impl StoreError {
             Self::UnknownKey { .. } => "unknown-key",
             Self::NoKeysOnServer { .. } => "no-keys-on-server",
             Self::Keys(_) => "keys",
+            Self::EnvironmentFile(_) => "environment-file",
             Self::NotReached { .. } => "not-reached",
             Self::RolledBack { .. } => "rolled-back",
             Self::OtherStore { .. } => "other-store",
@@ -391,6 +396,11 @@ impl StoreError {
             Flaw::UnknownKey { key } => Self::UnknownKey { store, file, key },
             Flaw::Bad { structure, at, what } => Self::Damaged { store, file, structure, at, what: what.into() },
         }
+    }
+
+    /// Returns whether a read has no result yet, and its caller must not wait.
+    pub(crate) fn is_would_block(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::WouldBlock)
     }
 
     /// Returns whether the error is that a file was not found.

@@ -24,15 +24,19 @@ use crate::directory::StoreDirectory;
 use crate::error::{BadPage, Result, StoreError};
 use crate::format::base::{IndexEntry, Location};
 use crate::format::entry::{Entry, Section};
-use crate::format::manifest::CheckpointTable;
+use crate::format::manifest::{CheckpointTable, SegmentExtent};
 use crate::format::names;
 use crate::format::page::{StoredPage, unpack};
 use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYTES};
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
+use crate::objects::schedule::Need;
+use crate::objects::waiting::{may_wait, without_waiting};
 use crate::segments::OpenSegments;
 use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Limit of a combined read, in bytes.
@@ -116,11 +120,11 @@ impl LocalImage {
         describe(&self.entry, &self.table)
     }
 
-    /// Reads a section of the checkpoint's log entry.
     pub(crate) fn footer(&self) -> u64 {
         self.entry.footer
     }
 
+    /// Reads a section of the checkpoint's log entry.
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
         log::section(&self.store, &self.entry, section)
     }
@@ -133,6 +137,10 @@ impl LocalImage {
     /// Rebuilds the index after damaged or missing data was found through the index `outdated`, unless another thread
     /// has rebuilt it since.
     fn rebuild_index(&self, outdated: Option<&Arc<Index>>, base_use: BaseIndexUse) -> Result<Arc<Index>> {
+        may_wait(|| self.rebuild_index_waiting(outdated, base_use))
+    }
+
+    fn rebuild_index_waiting(&self, outdated: Option<&Arc<Index>>, base_use: BaseIndexUse) -> Result<Arc<Index>> {
         let mut current = self.index.write().unwrap_or_else(PoisonError::into_inner);
         let is_usable = |index: &&Arc<Index>| outdated.is_none_or(|outdated| !Arc::ptr_eq(index, outdated));
         if let Some(index) = current.as_ref().filter(is_usable) {
@@ -219,35 +227,99 @@ impl LocalImage {
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<StoredPage>> {
         self.with_index(|index| {
             let mut stored = Vec::with_capacity(pages.len());
-            let mut wanted = Vec::with_capacity(pages.len());
-            for (position, id) in pages.iter().enumerate() {
-                let IndexEntry { location, digest } = self.find(index, *id)?;
-                stored.push(StoredPage { digest, bytes: Vec::new() });
-                // Length 0 means a page of zeros, for which nothing is stored: there is nothing to read.
-                if location.len() != 0 {
-                    wanted.push(WantedPage { location, id: *id, position });
+            let wanted = self.locate(index, pages, |digest| stored.push(StoredPage { digest, bytes: Vec::new() }))?;
+            let mut unstarted = groups(&wanted).peekable();
+            for group in groups(&wanted) {
+                // The groups after this one are on their way while this thread waits for it.
+                while self.store.disk.has_latency()
+                    && let Some(next) = unstarted.peek()
+                    && self.start_group(index, next)?
+                {
+                    unstarted.next();
                 }
-            }
-            // A location's number orders by segment, then by offset.
-            wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
-            let mut remaining = wanted.as_slice();
-            while !remaining.is_empty() {
-                let (group, others) = remaining.split_at(count_for_one_read(remaining));
                 self.read_group(index, group, &mut stored)?;
-                remaining = others;
             }
             Ok(stored)
         })
     }
 
+    /// Starts to read pages that will be read soon, as far as there is room. Returns for how many of the first pages there
+    /// was room. Does not wait.
+    pub(crate) fn start_reads(&self, pages: &[PageId]) -> Result<usize> {
+        let mut started = 0;
+        for pages in pages.chunks(PAGES_PER_READ) {
+            let is_complete = without_waiting(Need::ReadAhead, || {
+                self.with_index(|index| {
+                    let wanted = self.locate(index, pages, |_| {})?;
+                    for group in groups(&wanted) {
+                        if !self.start_group(index, group)? {
+                            return Ok(false);
+                        }
+                    }
+                    Ok(true)
+                })
+            });
+            match is_complete {
+                Ok(true) => started += pages.len(),
+                Ok(false) => break,
+                Err(e) if e.is_would_block() => break,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(started)
+    }
+
+    /// Reads one page like [`LocalImage::read_page`], if that is possible without waiting for a server. Otherwise starts
+    /// to read it, and returns `false`: the caller tries again when [`LocalImage::arrivals`] is readable.
+    ///
+    /// # Errors
+    /// Errors of [`LocalImage::read_page`]. The next call tries again.
+    pub fn read_page_if_ready(&self, id: PageId, content: &mut Page, need: Need) -> Result<bool> {
+        match without_waiting(need, || self.read_page(id, content)) {
+            Ok(()) => Ok(true),
+            Err(e) if e.is_would_block() => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Returns whether reads of pages take the time of a request to a server.
+    #[must_use]
+    pub fn has_latency(&self) -> bool {
+        self.store.disk.has_latency()
+    }
+
+    /// Returns a descriptor that becomes readable when a read has ended that its caller has not waited for.
+    #[must_use]
+    pub fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        self.store.disk.arrivals()
+    }
+
+    /// Returns those of the pages that have stored bytes, sorted by location. Passes the digest of each page to `take`.
+    fn locate(&self, index: &Index, pages: &[PageId], mut take: impl FnMut(u64)) -> Result<Vec<WantedPage>> {
+        let mut wanted = Vec::with_capacity(pages.len());
+        for (position, id) in pages.iter().enumerate() {
+            let IndexEntry { location, digest } = self.find(index, *id)?;
+            take(digest);
+            // Length 0 means a page of zeros, for which nothing is stored: there is nothing to read.
+            if location.len() != 0 {
+                wanted.push(WantedPage { location, id: *id, position });
+            }
+        }
+        // A location's number orders by segment, then by offset.
+        wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
+        Ok(wanted)
+    }
+
+    /// Starts to read pages that are close together. Returns `false` if there is no room for that now.
+    fn start_group(&self, index: &Index, group: &[WantedPage]) -> Result<bool> {
+        let Some((extent, range)) = place(index, group) else { return Ok(true) };
+        Ok(self.open_segments.get(&self.store, extent)?.file.start_read(range))
+    }
+
     /// Reads pages that are close together with one read, and adds their bytes to `stored`.
     fn read_group(&self, index: &Index, group: &[WantedPage], stored: &mut [StoredPage]) -> Result<()> {
-        // The group is sorted by location, so its first page has the lowest offset.
-        let Some(first) = group.first() else { return Ok(()) };
-        let begin = first.location.offset();
-        let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
-        let Some(extent) = index.segments.get(first.location.segment()) else { return Ok(()) };
-        let segment = self.open_segments.get(&self.store, *extent)?;
+        let Some((extent, Range { start: begin, end })) = place(index, group) else { return Ok(()) };
+        let segment = self.open_segments.get(&self.store, extent)?;
         let name = names::segment(extent.epoch, extent.number);
         let bytes = self.store.read_at(&segment.file, &name, begin, (end - begin) as usize)?;
         for wanted in group {
@@ -353,6 +425,25 @@ impl WantedPage {
     fn end(&self) -> u64 {
         self.location.offset() + u64::from(self.location.len())
     }
+}
+
+/// Splits sorted pages into groups that are close enough to be read with one read each.
+fn groups(wanted: &[WantedPage]) -> impl Iterator<Item = &[WantedPage]> {
+    let mut remaining = wanted;
+    std::iter::from_fn(move || {
+        let (group, others) = remaining.split_at(count_for_one_read(remaining));
+        remaining = others;
+        Some(group).filter(|group| !group.is_empty())
+    })
+}
+
+/// Returns the segment of a sorted group of pages, and the range of bytes from the first to the last one.
+fn place(index: &Index, group: &[WantedPage]) -> Option<(SegmentExtent, Range<u64>)> {
+    // The first page has the lowest offset.
+    let first = group.first()?;
+    let begin = first.location.offset();
+    let end = group.iter().map(WantedPage::end).max()?;
+    Some((*index.segments.get(first.location.segment())?, begin..end))
 }
 
 /// Returns how many of the first pages are close enough to be read with one read. The pages are sorted by location.

@@ -47,6 +47,7 @@ pub mod credentials;
 mod directory;
 pub mod disk;
 mod engine;
+pub mod environment_file;
 pub mod error;
 pub mod export;
 mod fencing;
@@ -73,7 +74,9 @@ pub mod verify;
 pub mod writer;
 
 pub use credentials::Credentials;
+pub use environment_file::EnvironmentFile;
 pub use error::{Result, StoreError};
+pub use objects::schedule::Need;
 pub use reader::{Image, ReadOptions};
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

@@ -2,6 +2,7 @@
 
 use crate::credentials::Credentials;
 use crate::disk::{Disk, LocalDisk};
+use crate::environment_file::EnvironmentFile;
 use crate::error::{Result, StoreError};
 use crate::keys::KeySource;
 use crate::objects::ObjectDisk;
@@ -37,8 +38,8 @@ impl<'a> Location<'a> {
     /// Returns the location of a store, which need not exist.
     ///
     /// # Errors
-    /// [`StoreError::Io`] if the settings of an object store are wrong; [`StoreError::Keys`];
-    /// [`StoreError::NoKeysOnServer`].
+    /// [`StoreError::Io`] if the settings of an object store are wrong; [`StoreError::EnvironmentFile`];
+    /// [`StoreError::Keys`]; [`StoreError::NoKeysOnServer`].
     pub fn of(url: &'a StoreUrl, credentials: Option<&Credentials>) -> Result<Self> {
         let keys = credentials.and_then(|credentials| credentials.keys.as_ref());
         let disk: Arc<dyn Disk> = match url {
@@ -50,7 +51,9 @@ impl<'a> Location<'a> {
             StoreUrl::Objects(address) => {
                 let failed =
                     |e| StoreError::io(&address.to_string(), "", "reading the settings of the object store", e);
-                Arc::new(ObjectDisk::new(address).map_err(failed)?)
+                let file = credentials.and_then(|credentials| credentials.environment_file.as_ref());
+                let variables = file.map(EnvironmentFile::variables).transpose()?.unwrap_or_default();
+                Arc::new(ObjectDisk::new(address, &variables).map_err(failed)?)
             }
         };
         let keys = keys.map(KeySource::keys).transpose()?;

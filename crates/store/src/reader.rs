@@ -7,12 +7,14 @@ use crate::format::entry::Section;
 use crate::image::{LocalHotPages, LocalImage};
 use crate::location::{Location, Storage};
 use crate::log;
+use crate::objects::schedule::Need;
 use crate::remote::{CheckpointRequest, RemoteHotPages, RemoteImage, SpareConnections};
 use crate::types::{CheckpointInfo, Expected, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use serde_json::Value;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use uuid::Uuid;
 
 /// Which checkpoint to open, and how to reach its store.
@@ -194,6 +196,48 @@ impl Image {
         match &self.source {
             Source::Local(local) => local.read_page(page, content),
             Source::Remote(remote) => remote.read_page(page, content),
+        }
+    }
+
+    /// Returns whether the checkpoint is in an object store, so that reading ahead saves time, and a page can be read without
+    /// waiting for it.
+    #[must_use]
+    pub fn has_latency(&self) -> bool {
+        matches!(&self.source, Source::Local(local) if local.has_latency())
+    }
+
+    /// Starts to read pages that will be read soon, several requests at a time, as a hint. Returns for how many of the first
+    /// pages there was room. Only for an image that [has latency](Image::has_latency).
+    pub fn start_reads(&self, pages: &[PageId]) -> usize {
+        match &self.source {
+            Source::Local(local) => local.start_reads(pages).unwrap_or_else(|e| {
+                // Reading the page itself reports the error.
+                tracing::debug!("cannot read ahead: {e}");
+                0
+            }),
+            Source::Remote(_) => 0,
+        }
+    }
+
+    /// Reads one page like [`Image::read_page`]. From an object store, reads it only if that is possible without waiting.
+    /// Otherwise starts to read it, and returns `false`: the caller tries again when [`Image::arrivals`] is readable. Waits
+    /// nevertheless if the index of pages has to be built (again).
+    ///
+    /// # Errors
+    /// Errors of [`Image::read_page`]; `content` must not be used then. The next call tries again.
+    pub fn read_page_if_ready(&self, page: PageId, content: &mut Page, need: Need) -> Result<bool> {
+        match &self.source {
+            Source::Local(local) => local.read_page_if_ready(page, content, need),
+            Source::Remote(remote) => remote.read_page(page, content).map(|()| true),
+        }
+    }
+
+    /// Returns a descriptor that becomes readable when a read has ended that [`Image::read_page_if_ready`] has started.
+    #[must_use]
+    pub fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        match &self.source {
+            Source::Local(local) => local.arrivals(),
+            Source::Remote(_) => None,
         }
     }
 

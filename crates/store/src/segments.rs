@@ -14,7 +14,7 @@ use crate::format::{Flaw, Structure, names};
 use crate::sealing::{FileIdentity, FileKey, SEAL_LEN, TAG_LEN};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Limit of open files. By default a process may have 1024.
 const MAX_OPEN_FILES: usize = 256;
@@ -65,16 +65,20 @@ impl OpenSegments {
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
     pub fn get(&self, store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<OpenSegment>> {
         let key = (extent.epoch, extent.number);
-        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(segment) = segments.get(&key) {
+        if let Some(segment) = self.segments().get(&key) {
             return Ok(segment.clone());
         }
+        // Other threads must not wait: in an object store, opening is a request.
         let segment = Arc::new(open_checked(store, extent)?);
+        let mut segments = self.segments();
         if segments.len() >= MAX_OPEN_FILES {
             segments.clear();
         }
-        segments.insert(key, segment.clone());
-        Ok(segment)
+        Ok(segments.entry(key).or_insert(segment).clone())
+    }
+
+    fn segments(&self) -> MutexGuard<'_, HashMap<(u64, u64), Arc<OpenSegment>>> {
+        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -17,6 +17,8 @@ const SECRET_KEY: &str = "test-secret-key";
 const REGION: &str = "default";
 /// Bytes that the storage daemon can hold in memory.
 const CAPACITY: u64 = 2 << 30;
+/// Time after which the bytes of removed objects are released, in s. By default hours: the memory would become full.
+const REMOVAL_DELAY_S: u32 = 5;
 
 const GATEWAY: &[&str] = &["-n", "client.rgw"];
 
@@ -65,6 +67,9 @@ osd data = {directory}/storage
 [client.rgw]
 rgw frontends = beast endpoint=127.0.0.1:{gateway_port} tcp_nodelay=1
 keyring = {directory}/keyring
+rgw gc obj min wait = {REMOVAL_DELAY_S}
+rgw gc processor period = {REMOVAL_DELAY_S}
+rgw gc processor max time = {REMOVAL_DELAY_S}
 "
     )
 }

@@ -10,6 +10,7 @@
 //! | event | what the guest sees | how |
 //! |---|---|---|
 //! | the source fails | the thread waits while [`PageSource::retry`] returns a delay | when it returns `None`, [`Pager::run`] ends with an error, everything stays registered, and the thread waits for the next pager |
+//! | a page is on its way from another host | the thread waits | meanwhile the pager serves other faults: [`PageSource::page_if_ready`], [`PageSource::arrivals`] |
 //! | the pager dies | the thread waits | QEMU has a descriptor of its own, which keeps the registration; [`Pager::take_over`] starts the next pager, which finds the present pages in the memory, and wakes blocked threads once: they fault again, since a fault that the dead pager has read is not reported twice |
 //! | the guest gives memory back (balloon) | zeros, also with the next pager | the memory is removed from the registration immediately, and no old content is put into it |
 //! | the guest writes during the fill | nothing | pages are filled write-protected (Linux 6.7), so "mapped and not protected" means "written since": [`crate::tracker::Filling`] reads that record, and [`Completion`] determines when it ends |
@@ -26,4 +27,4 @@ mod source;
 pub(crate) use pager::existing_pager;
 pub use pager::{Completion, Pager, PagerError, Progress};
 pub use rekindle_kernel::userfault::remote::Registration;
-pub use source::{Content, PageSource};
+pub use source::{Content, Need, PageSource};

@@ -1,7 +1,7 @@
 //! The pager's start, take-over and end. [`super::serve`] has its work in between.
 
 use super::paged::PagedBlock;
-use super::source::{Content, PageSource};
+use super::source::{Content, Need, PageSource};
 use crate::ram::{GuestRam, GuestRamError};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
@@ -145,6 +145,8 @@ pub(super) struct PendingFault {
     pub(super) attempts: u32,
     /// Time of the next attempt.
     pub(super) due: Instant,
+    /// The page is on its way.
+    pub(super) is_in_flight: bool,
 }
 
 /// The next attempt to fill pages in the background.
@@ -153,6 +155,31 @@ pub(super) struct BackgroundAttempt {
     /// Failed attempts of the current batch.
     pub(super) failures: u32,
     pub(super) due: Instant,
+    /// The next page is on its way.
+    pub(super) is_in_flight: bool,
+    /// As `due`, for the neighbours of faulted pages.
+    pub(super) neighbours_due: Instant,
+    /// The next neighbour is on its way.
+    pub(super) are_neighbours_in_flight: bool,
+    /// Number of the next runs that were announced to the source.
+    pub(super) announced: usize,
+    /// Number of pages to fill before runs are announced again, because the source had no room for more.
+    pub(super) fills_before_announcement: usize,
+}
+
+impl BackgroundAttempt {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            failures: 0,
+            due: now,
+            is_in_flight: false,
+            neighbours_due: now,
+            are_neighbours_in_flight: false,
+            announced: 0,
+            fills_before_announcement: 0,
+        }
+    }
 }
 
 /// Fills the missing pages of a QEMU. If the pager is dropped or killed, QEMU keeps its own descriptor and blocked
@@ -315,7 +342,7 @@ impl Pager {
             pending: BTreeMap::new(),
             progress: Progress::default(),
             neighbours: Vec::new(),
-            background: BackgroundAttempt { failures: 0, due: Instant::now() },
+            background: BackgroundAttempt::new(),
             buffer: Vec::new(),
         })
     }
@@ -391,7 +418,7 @@ impl Pager {
     ) -> Result<Content, PagerError> {
         let mut attempts = 0;
         loop {
-            match self.fetch(block, page..page + 1, source) {
+            match self.fetch(block, page..page + 1, None, source) {
                 Ok(contents) => return Ok(contents.first().copied().unwrap_or(Content::Zero)),
                 Err((failed_page, e)) => {
                     attempts += 1;
@@ -401,30 +428,44 @@ impl Pager {
         }
     }
 
-    /// Fetches consecutive host pages into the buffer. The error contains the number of the 4-KiB page that failed.
+    /// Fetches consecutive host pages into the buffer. With a `need`, does not wait for them: returns those before the first
+    /// page that is still on its way, and starts to fetch the others. The error contains the number of the 4-KiB page that
+    /// failed.
     pub(super) fn fetch<S: PageSource>(
         &mut self,
         block: usize,
         pages: Range<u64>,
+        need: Option<Need>,
         source: &mut S,
     ) -> Result<Vec<Content>, (PageNo, S::Error)> {
         let Some(paged) = self.blocks.get(block) else { return Ok(Vec::new()) };
         let page_bytes = paged.page_bytes as usize;
+        // The parts of a larger host page may not fit into a source's cache together: an attempt that does not wait might
+        // never find all of them.
+        let need = need.filter(|_| page_bytes == PAGE_SIZE);
         // A host page consists of one or more pages of 4 KiB, which the source has.
         let small_pages_per_page = page_bytes / PAGE_SIZE;
         self.buffer.resize((pages.end - pages.start) as usize * page_bytes, 0);
         let mut contents = Vec::new();
+        let mut are_all_ready = true;
         for (page, host_page) in pages.zip(self.buffer.chunks_exact_mut(page_bytes)) {
             let mut content = Content::Zero;
             let (small_pages, _) = host_page.as_chunks_mut::<PAGE_SIZE>();
             let numbers = (page * small_pages_per_page as u64..).map(PageNo);
             for (small_page, number) in small_pages.iter_mut().zip(numbers) {
-                match source.page(paged.id, number, small_page).map_err(|e| (number, e))? {
-                    Content::Data => content = Content::Data,
-                    Content::Zero => small_page.fill(0),
+                let fetched = match need {
+                    Some(need) => source.page_if_ready(paged.id, number, small_page, need),
+                    None => source.page(paged.id, number, small_page).map(Some),
+                };
+                match fetched.map_err(|e| (number, e))? {
+                    Some(Content::Data) => content = Content::Data,
+                    Some(Content::Zero) => small_page.fill(0),
+                    None => are_all_ready = false,
                 }
             }
-            contents.push(content);
+            if are_all_ready {
+                contents.push(content);
+            }
         }
         Ok(contents)
     }

@@ -1,11 +1,11 @@
 //! The pager's work: supplying pages for faults, and filling all other pages in the background.
 
-use super::pager::{BlockPage, Completion, Pager, PagerError, PendingFault, Progress, is_alive};
-use super::source::{Content, PageSource};
+use super::pager::{BackgroundAttempt, BlockPage, Completion, Pager, PagerError, PendingFault, Progress, is_alive};
+use super::source::{Content, Need, PageSource};
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
-use rekindle_pages::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, PageNo};
 use rustix::event::{PollFd, PollFlags, poll};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +13,16 @@ use std::time::{Duration, Instant};
 
 /// Bytes per background batch. Small, because a fault that occurs during a batch waits for its end.
 const BACKGROUND_BATCH_BYTES: u64 = 256 << 10;
+/// Runs that are announced to the source before they are filled: 16 MiB of single pages.
+const ANNOUNCED_RUNS: usize = 4096;
+/// Limit of the runs of one announcement.
+const RUNS_PER_ANNOUNCEMENT: usize = 1024;
+/// Fills until runs are announced again, if the source had no room for more.
+const FILLS_PER_ANNOUNCEMENT: usize = 64;
+/// The longest time until a page that is on its way is tried again. Usually the source notifies the pager earlier.
+const ARRIVAL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Time until it is checked again which pages are next.
+const ORDER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// Pages on each side of a faulted page that are filled next, because they are likely to be needed (HydraVM, figure 5).
 const NEIGHBOURS: u64 = 16;
 /// Neighbours filled per batch, nearest first.
@@ -23,6 +33,58 @@ const MAX_QUEUED_NEIGHBOUR_RUNS: usize = 64;
 const MAX_SLEEP: Duration = Duration::from_millis(50);
 /// As [`MAX_SLEEP`], for [`Pager::run_on_demand`], whose caller waits for its end.
 const MAX_SLEEP_ON_DEMAND: Duration = Duration::from_millis(2);
+
+/// A block, and a run of offsets in it.
+type BlockRun = (usize, Range<u64>);
+
+/// The runs that are filled in the background, in this order.
+struct Order<I> {
+    /// The next runs.
+    runs: VecDeque<BlockRun>,
+    /// The runs after them. An item is `None` if the next run is not known yet.
+    unknown: Option<I>,
+    /// All pages, which are last.
+    all: VecDeque<BlockRun>,
+}
+
+impl<I: Iterator<Item = Option<BlockRun>>> Order<I> {
+    /// Adds the next runs that are known.
+    fn refill(&mut self) {
+        while self.runs.len() < ANNOUNCED_RUNS {
+            match self.unknown.as_mut().map(Iterator::next) {
+                Some(Some(Some(run))) => self.runs.push_back(run),
+                Some(Some(None)) => return,
+                Some(None) => self.unknown = None,
+                None => {
+                    self.runs.append(&mut self.all);
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// The result of filling pages in the background.
+enum BatchOutcome {
+    /// They are filled, or the next attempt is scheduled.
+    Done,
+    /// Those from here on wait for a GET.
+    InFlight(Range<u64>),
+}
+
+/// Makes all attempts due that wait for a GET.
+fn note_arrival(pending: &mut BTreeMap<BlockPage, PendingFault>, background: &mut BackgroundAttempt) {
+    let now = Instant::now();
+    for fault in pending.values_mut().filter(|fault| fault.is_in_flight) {
+        (fault.is_in_flight, fault.due) = (false, now);
+    }
+    if std::mem::take(&mut background.is_in_flight) {
+        background.due = now;
+    }
+    if std::mem::take(&mut background.are_neighbours_in_flight) {
+        background.neighbours_due = now;
+    }
+}
 
 impl Pager {
     /// Fills all pages: faulted pages first, then the runs of `order` (index among the chosen blocks, offsets), then
@@ -49,12 +111,27 @@ impl Pager {
         source: &mut S,
         order: impl IntoIterator<Item = (usize, Range<u64>)>,
         should_end: &AtomicBool,
+        completion: impl FnMut() -> Completion,
+    ) -> Result<Progress, PagerError> {
+        self.run_in_order(source, order.into_iter().map(Some), should_end, completion)
+    }
+
+    /// Fills pages like [`Pager::run_until`]. An item of `order` is `None` if the next run is not known yet: the pager serves
+    /// faults, and asks again later.
+    ///
+    /// # Errors
+    /// As for [`Pager::run`].
+    pub fn run_in_order<S: PageSource>(
+        &mut self,
+        source: &mut S,
+        order: impl IntoIterator<Item = Option<(usize, Range<u64>)>>,
+        should_end: &AtomicBool,
         mut completion: impl FnMut() -> Completion,
     ) -> Result<Progress, PagerError> {
-        let mut order: VecDeque<_> = order.into_iter().chain(self.all_pages()).collect();
+        let mut order = Order { runs: VecDeque::new(), unknown: Some(order.into_iter()), all: self.all_pages() };
         while !should_end.load(Ordering::Relaxed) {
             let wait = self.time_to_next_attempt();
-            self.handle_events(wait)?;
+            self.handle_events(wait, source)?;
             // Without this check the end of the process is noticed only on access to its memory. No access happens
             // while the source fails, or while the registration is kept for a tracker.
             if !wait.is_zero() && !is_alive(&self.pidfd) {
@@ -64,8 +141,7 @@ impl Pager {
             if self.remote.is_none() {
                 break;
             }
-            let may_fill_in_background = self.due_fault().is_none() && Instant::now() >= self.background.due;
-            if !may_fill_in_background || self.fill_neighbours(source)? || self.fill_batch(&mut order, source)? {
+            if self.due_fault().is_some() || self.fill_neighbours(source)? || self.fill_batch(&mut order, source)? {
                 continue;
             }
             match completion() {
@@ -96,24 +172,22 @@ impl Pager {
         should_end: &AtomicBool,
         may_fill_all: &AtomicBool,
     ) -> Result<Progress, PagerError> {
-        let mut unfilled = self.all_pages();
+        let mut unfilled = Order { runs: self.all_pages(), unknown: None::<std::iter::Empty<_>>, all: VecDeque::new() };
         while !should_end.load(Ordering::Relaxed) && self.remote.is_some() {
-            let fills_all = may_fill_all.load(Ordering::Relaxed) && !unfilled.is_empty();
-            let background = (fills_all || !self.neighbours.is_empty()).then_some(self.background.due);
-            let next_attempt = self.pending.values().map(|fault| fault.due).chain(background).min();
+            let fills_all = may_fill_all.load(Ordering::Relaxed) && !unfilled.runs.is_empty();
+            let background = fills_all.then_some(self.background.due);
+            let neighbours = (!self.neighbours.is_empty()).then_some(self.background.neighbours_due);
+            let faults = self.pending.values().map(|fault| fault.due);
+            let next_attempt = faults.chain(background).chain(neighbours).min();
             let wait = next_attempt.map_or(MAX_SLEEP_ON_DEMAND, |due| due.saturating_duration_since(Instant::now()));
-            self.handle_events(wait.min(MAX_SLEEP_ON_DEMAND))?;
+            self.handle_events(wait.min(MAX_SLEEP_ON_DEMAND), source)?;
             self.serve_faults(source)?;
-            if self.due_fault().is_some()
-                || Instant::now() < self.background.due
-                || self.fill_neighbours(source)?
-                || !fills_all
-            {
+            if self.due_fault().is_some() || self.fill_neighbours(source)? || !fills_all {
                 continue;
             }
             if let Err(e) = self.fill_batch(&mut unfilled, source) {
                 tracing::debug!("background fill is left to the next pager: {e}");
-                unfilled.clear();
+                unfilled.runs.clear();
             }
         }
         Ok(self.progress())
@@ -132,18 +206,32 @@ impl Pager {
 
     /// Returns the time until the next attempt to fill a page is due, at most [`MAX_SLEEP`].
     fn time_to_next_attempt(&self) -> Duration {
-        let due = self.pending.values().map(|fault| fault.due).fold(self.background.due, Instant::min);
-        due.saturating_duration_since(Instant::now()).min(MAX_SLEEP)
+        let neighbours = (!self.neighbours.is_empty()).then_some(self.background.neighbours_due);
+        let due = self.pending.values().map(|fault| fault.due).chain(neighbours);
+        due.fold(self.background.due, Instant::min).saturating_duration_since(Instant::now()).min(MAX_SLEEP)
     }
 
     /// Waits for events, for at most `time`, and records them.
-    fn handle_events(&mut self, time: Duration) -> Result<(), PagerError> {
+    fn handle_events<S: PageSource>(&mut self, time: Duration, source: &S) -> Result<(), PagerError> {
         let Some(remote) = &self.remote else { return Ok(()) };
         let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(&remote.userfault, PollFlags::IN)], Some(&limit)) {
+        let arrivals = source.arrivals();
+        let mut polled = vec![PollFd::new(&remote.userfault, PollFlags::IN)];
+        polled.extend(arrivals.as_ref().map(|arrivals| PollFd::new(arrivals, PollFlags::IN)));
+        match poll(&mut polled, Some(&limit)) {
             Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(e) => return Err(PagerError::Wait { source: e.into() }),
+        }
+        let has_events = polled.first().is_some_and(|userfault| !userfault.revents().is_empty());
+        let has_arrivals = polled.get(1).is_some_and(|arrivals| !arrivals.revents().is_empty());
+        if let Some(arrivals) = arrivals.filter(|_| has_arrivals) {
+            // Before the pages are tried again: what arrives after this makes the descriptor readable again.
+            let _ = rustix::io::read(arrivals, &mut [0; 8]);
+            note_arrival(&mut self.pending, &mut self.background);
+        }
+        if !has_events {
+            return Ok(());
         }
         let ended = PagerError::QemuEnded { pid: self.process.pid };
         let events = match remote.userfault.events() {
@@ -160,7 +248,12 @@ impl Pager {
                 Event::Fault { address, .. } => {
                     self.progress.faults += 1;
                     if let Some(page) = self.page_at(address) {
-                        self.pending.entry(page).or_insert(PendingFault { since: now, attempts: 0, due: now });
+                        self.pending.entry(page).or_insert(PendingFault {
+                            since: now,
+                            attempts: 0,
+                            due: now,
+                            is_in_flight: false,
+                        });
                     }
                 }
                 Event::Remove(range) | Event::Unmap(range) => self.unregister_given_back(&range),
@@ -204,7 +297,7 @@ impl Pager {
         while let Some(faulted) = self.due_fault() {
             self.serve_fault(faulted, source)?;
             // There may be new faults, and a removal must be handled before the next page is filled.
-            self.handle_events(Duration::ZERO)?;
+            self.handle_events(Duration::ZERO, source)?;
         }
         Ok(())
     }
@@ -215,13 +308,22 @@ impl Pager {
         let Some(paged) = self.blocks.get(block) else { return Ok(()) };
         let is_missing = paged.is_missing(page);
         let content = if is_missing {
-            match self.fetch(block, page..page + 1, source) {
-                Ok(contents) => contents.first().copied().unwrap_or(Content::Zero),
+            match self.fetch(block, page..page + 1, Some(Need::Fault), source) {
+                Ok(contents) => match contents.first() {
+                    Some(content) => *content,
+                    None => {
+                        if let Some(fault) = self.pending.get_mut(&faulted) {
+                            (fault.is_in_flight, fault.due) = (true, Instant::now() + ARRIVAL_CHECK_INTERVAL);
+                        }
+                        return Ok(());
+                    }
+                },
                 Err((failed_page, e)) => {
                     let attempts = self.pending.get(&faulted).map_or(0, |fault| fault.attempts) + 1;
                     let delay = self.retry_delay(block, failed_page, e, attempts, source)?;
                     if let Some(fault) = self.pending.get_mut(&faulted) {
                         (fault.attempts, fault.due) = (attempts, Instant::now() + delay);
+                        fault.is_in_flight = false;
                     }
                     return Ok(());
                 }
@@ -317,8 +419,11 @@ impl Pager {
         self.neighbours.drain(..surplus);
     }
 
-    /// Fills the next neighbours of a faulted page. Returns `false` if none are left.
+    /// Fills the next neighbours of a faulted page. Returns `false` if none are left, or the next one is still on its way.
     fn fill_neighbours<S: PageSource>(&mut self, source: &mut S) -> Result<bool, PagerError> {
+        if Instant::now() < self.background.neighbours_due {
+            return Ok(false);
+        }
         while let Some((block, run)) = self.neighbours.pop() {
             let Some(pages) = self.blocks.get(block).and_then(|paged| paged.next_missing(&run, NEIGHBOURS_PER_BATCH))
             else {
@@ -327,46 +432,108 @@ impl Pager {
             if pages.end < run.end {
                 self.neighbours.push((block, pages.end..run.end));
             }
-            self.fill(block, pages, source)?;
+            if let BatchOutcome::InFlight(unfilled) = self.fill(block, pages, source)? {
+                self.neighbours.push((block, unfilled));
+                self.background.are_neighbours_in_flight = true;
+                self.background.neighbours_due = Instant::now() + ARRIVAL_CHECK_INTERVAL;
+                return Ok(false);
+            }
             return Ok(true);
         }
         Ok(false)
     }
 
-    /// Fills the next background batch. Returns `false` if none are left.
-    fn fill_batch<S: PageSource>(
+    /// Fills the next background batch, if it is due. Returns `false` if none are left.
+    fn fill_batch<S: PageSource, I: Iterator<Item = Option<BlockRun>>>(
         &mut self,
-        order: &mut VecDeque<(usize, Range<u64>)>,
+        order: &mut Order<I>,
         source: &mut S,
     ) -> Result<bool, PagerError> {
-        while let Some((block, run)) = order.front_mut() {
+        if Instant::now() < self.background.due {
+            return Ok(true);
+        }
+        if order.runs.len() <= ANNOUNCED_RUNS / 2 {
+            order.refill();
+        }
+        self.announce(&order.runs, source);
+        while let Some((block, run)) = order.runs.front_mut() {
             let block = *block;
             if let Some(paged) = self.blocks.get(block) {
                 let max_pages = (BACKGROUND_BATCH_BYTES / paged.page_bytes).max(1);
                 if let Some(pages) = paged.next_missing(&paged.pages_overlapping(run), max_pages) {
                     // No earlier page of the run is missing.
                     run.start = run.start.max(pages.start * paged.page_bytes);
-                    self.fill(block, pages, source)?;
+                    if let BatchOutcome::InFlight(_) = self.fill(block, pages, source)? {
+                        self.background.is_in_flight = true;
+                        self.background.due = Instant::now() + ARRIVAL_CHECK_INTERVAL;
+                    }
                     return Ok(true);
                 }
             }
-            order.pop_front();
+            order.runs.pop_front();
+            self.background.announced = self.background.announced.saturating_sub(1);
+            if order.runs.is_empty() {
+                order.refill();
+            }
+        }
+        if order.unknown.is_some() {
+            self.background.due = Instant::now() + ORDER_CHECK_INTERVAL;
+            return Ok(true);
         }
         Ok(false)
     }
 
+    /// Announces the missing pages among the next runs to the source, so that it can read several at a time.
+    fn announce<S: PageSource>(&mut self, runs: &VecDeque<BlockRun>, source: &mut S) {
+        let BackgroundAttempt { announced, fills_before_announcement, .. } = &mut self.background;
+        if !source.fetches_ahead() || *announced > ANNOUNCED_RUNS / 2 || *announced >= runs.len() {
+            return;
+        }
+        if *fills_before_announcement > 0 {
+            *fills_before_announcement -= 1;
+            return;
+        }
+        let next = runs.iter().enumerate().skip(*announced).take(RUNS_PER_ANNOUNCEMENT);
+        // Longer runs are the rest of a block, of which hardly any page is missing.
+        let single_pages = next.filter(|(_, (_, run))| run.end - run.start <= PAGE_SIZE as u64);
+        let (positions, missing): (Vec<_>, Vec<_>) = single_pages
+            .filter_map(|(position, (block, run))| {
+                let paged = self.blocks.get(*block)?;
+                paged.next_missing(&paged.pages_overlapping(run), 1)?;
+                Some((position, (paged.id, PageNo::containing(run.start))))
+            })
+            .unzip();
+        let accepted = if missing.is_empty() { 0 } else { source.will_fetch(&missing) };
+        match positions.get(accepted) {
+            Some(first_rejected) => {
+                *announced = *first_rejected;
+                *fills_before_announcement = FILLS_PER_ANNOUNCEMENT;
+            }
+            None => *announced = runs.len().min(*announced + RUNS_PER_ANNOUNCEMENT),
+        }
+    }
+
     /// Fetches and fills pages in the background. If that fails, schedules the next attempt.
-    fn fill<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<(), PagerError> {
-        match self.fetch(block, pages.clone(), source) {
+    fn fill<S: PageSource>(
+        &mut self,
+        block: usize,
+        pages: Range<u64>,
+        source: &mut S,
+    ) -> Result<BatchOutcome, PagerError> {
+        match self.fetch(block, pages.clone(), Some(Need::Background), source) {
             Ok(contents) => {
                 self.background.failures = 0;
-                self.fill_batch_from_buffer(block, pages, &contents, source)
+                let end = pages.start + contents.len() as u64;
+                self.fill_batch_from_buffer(block, pages.start..end, &contents, source)?;
+                Ok(if end < pages.end { BatchOutcome::InFlight(end..pages.end) } else { BatchOutcome::Done })
             }
             Err((failed_page, e)) => {
                 self.background.failures += 1;
                 let delay = self.retry_delay(block, failed_page, e, self.background.failures, source)?;
                 self.background.due = Instant::now() + delay;
-                Ok(())
+                self.background.neighbours_due = self.background.due;
+                (self.background.is_in_flight, self.background.are_neighbours_in_flight) = (false, false);
+                Ok(BatchOutcome::Done)
             }
         }
     }

@@ -12,9 +12,9 @@ use rekindle_handover::ram::{Ram, RamSource};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_memory::missing::{Content, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Content, Need, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{Block, GuestRam};
-use rekindle_pages::{BlockId, Page, PageNo};
+use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::Feed;
 use rekindle_qemu::vmm::Vmm;
@@ -24,7 +24,7 @@ use rekindle_vm::journal::Operation;
 use rekindle_vm::rundir::RunDir;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -278,6 +278,32 @@ impl PageSource for UncommittedPages<'_> {
             none => none.insert(CheckpointPages::new(self.input.image()?, self.ram, None)),
         };
         Ok(pages.page(block, page, buffer)?)
+    }
+
+    fn page_if_ready(
+        &mut self,
+        block: BlockId,
+        page: PageNo,
+        buffer: &mut Page,
+        need: Need,
+    ) -> Result<Option<Content>, RestoreError> {
+        let pages = match &mut self.committed {
+            Some(pages) => pages,
+            none => none.insert(CheckpointPages::new(self.input.image()?, self.ram, None)),
+        };
+        Ok(pages.page_if_ready(block, page, buffer, need)?)
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        self.committed.as_ref().and_then(PageSource::arrivals)
+    }
+
+    fn fetches_ahead(&self) -> bool {
+        self.committed.as_ref().is_some_and(PageSource::fetches_ahead)
+    }
+
+    fn will_fetch(&mut self, pages: &[PageId]) -> usize {
+        self.committed.as_mut().map_or(0, |committed| committed.will_fetch(pages))
     }
 
     fn retry(&mut self, error: &RestoreError, attempt: u32) -> Option<Duration> {

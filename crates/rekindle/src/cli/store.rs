@@ -123,6 +123,9 @@ pub struct StoreCredentials {
     /// A command that prints the keys of an encrypted store, for /bin/sh.
     #[arg(long, value_name = "COMMAND")]
     pub key_command: Option<String>,
+    /// The variables of an object store (`AWS_...=value`), in a file that only its owner can read.
+    #[arg(long, value_name = "FILE", env = "REKINDLE_ENVIRONMENT_FILE", hide_env_values = true)]
+    pub environment_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -198,8 +198,9 @@ fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
     let CheckpointOptions { store, credentials, every, policy, keep, disk_hook, output_commit } =
         &arguments.checkpoints;
     let mut parameters = vec![("store", store.to_string())];
-    let StoreCredentials { cert, key, ca, key_file, key_command } = credentials;
-    let files = [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file)];
+    let StoreCredentials { cert, key, ca, key_file, key_command, environment_file } = credentials;
+    let files =
+        [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file), ("environment_file", environment_file)];
     parameters.extend(files.into_iter().filter_map(|(name, value)| Some((name, path(value.as_ref()?)))));
     parameters.extend(key_command.clone().map(|command| ("key_command", command)));
     parameters.push(("every", every.to_string()));

@@ -14,7 +14,7 @@ use rekindle_store::listing::{ListedCheckpoint, Listing};
 use rekindle_store::remote::Identity;
 use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
-use rekindle_store::{Credentials, Image, Options, ReadOptions, StoreError, Writer};
+use rekindle_store::{Credentials, EnvironmentFile, Image, Options, ReadOptions, StoreError, Writer};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::sync_directory;
 use serde_json::{Value, json};
@@ -33,13 +33,14 @@ const READ_BUFFER_BYTES: usize = 1 << 20;
 
 /// Returns the credentials from the command line.
 pub(super) fn credentials(arguments: &StoreCredentials) -> Option<Credentials> {
-    let StoreCredentials { cert, key, ca, key_file, key_command } = arguments.clone();
+    let StoreCredentials { cert, key, ca, key_file, key_command, environment_file } = arguments.clone();
     let tls = match (cert, key, ca) {
         (Some(cert), Some(key), Some(ca)) => Some(Identity { cert, key, ca }),
         _ => None,
     };
     let keys = key_file.map(KeySource::File).or(key_command.map(KeySource::Command));
-    if tls.is_none() && keys.is_none() { None } else { Some(Credentials { tls, keys }) }
+    let environment_file = environment_file.as_deref().map(EnvironmentFile::new);
+    Some(Credentials { tls, keys, environment_file }).filter(|credentials| *credentials != Credentials::default())
 }
 
 pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {

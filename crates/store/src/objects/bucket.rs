@@ -1,7 +1,8 @@
 //! Requests to an object store. A small pool of threads sends them; callers wait.
 
+use super::schedule::{JobId, Need, Schedule};
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::FutureExt;
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, Error, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
@@ -12,6 +13,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::watch::{self, Receiver};
 use uuid::Uuid;
 
 /// Threads that send requests, in the whole process.
@@ -23,10 +25,6 @@ const CREATE_ATTEMPTS: u32 = 3;
 /// Wait before another attempt to create an object.
 const CREATE_DELAY: Duration = Duration::from_millis(50);
 
-/// Limit of a single GET. Larger ranges are read with several GETs in parallel.
-const MAX_GET_BYTES: u64 = 8 << 20;
-const MAX_PARALLEL_GETS: usize = 4;
-
 /// Code of S3 for a bucket that does not exist.
 const NO_BUCKET: &str = "NoSuchBucket";
 
@@ -34,6 +32,7 @@ const NO_BUCKET: &str = "NoSuchBucket";
 const WRITER: &str = "rekindle-writer";
 
 /// The first bytes of an object, and its length.
+#[derive(Debug, Clone)]
 pub(super) struct Front {
     pub bytes: Bytes,
     pub len: u64,
@@ -46,6 +45,7 @@ pub(super) struct Bucket {
     prefix: Path,
     name: String,
     runtime: &'static Handle,
+    schedule: Arc<Schedule>,
 }
 
 /// Returns the pool of threads that send requests.
@@ -72,7 +72,8 @@ enum Created {
 impl Bucket {
     pub fn new(objects: Arc<dyn ObjectStore>, prefix: &str, name: String) -> io::Result<Self> {
         let prefix = Path::parse(prefix).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
-        Ok(Self { objects, prefix, name, runtime: runtime()? })
+        let runtime = runtime()?;
+        Ok(Self { objects, prefix, name, runtime, schedule: Schedule::new(runtime) })
     }
 
     pub fn name(&self) -> &str {
@@ -178,12 +179,12 @@ impl Bucket {
         Ok(files.chain(directories).filter_map(|(path, len)| Some((path.filename()?.to_owned(), len))).collect())
     }
 
-    /// Reads the first `len` bytes of an object, or all if it is shorter.
-    pub fn front(&self, name: &str, len: u64) -> io::Result<Front> {
-        let path = self.path(name);
-        self.wait(async {
+    /// Starts to read the first `len` bytes of an object, or all if it is shorter.
+    pub fn start_front(self: &Arc<Self>, name: &str, len: u64, need: Need) -> Pending<Front> {
+        let (bucket, path) = (self.clone(), self.path(name));
+        self.start(need, async move {
             let options = GetOptions { range: Some(GetRange::Bounded(0..len)), ..GetOptions::default() };
-            match self.objects.get_opts(&path, options).await {
+            match bucket.objects.get_opts(&path, options).await {
                 Ok(found) => {
                     let len = found.meta.size;
                     Ok(Front { bytes: found.bytes().await.map_err(io_error)?, len })
@@ -192,7 +193,7 @@ impl Bucket {
                     Err(io_error(e))
                 }
                 // An empty object has no first byte, so the range is an error.
-                Err(e) => match self.objects.head(&path).await {
+                Err(e) => match bucket.objects.head(&path).await {
                     Ok(meta) if meta.size == 0 => Ok(Front { bytes: Bytes::new(), len: 0 }),
                     _ => Err(io_error(e)),
                 },
@@ -200,14 +201,75 @@ impl Bucket {
         })
     }
 
-    /// Reads a range of an object.
-    pub fn read(&self, name: &str, range: Range<u64>) -> io::Result<Vec<Bytes>> {
-        let path = self.path(name);
-        let begins = range.clone().step_by(MAX_GET_BYTES as usize);
-        let parts = begins.map(|begin| begin..(begin + MAX_GET_BYTES).min(range.end));
-        let path = &path;
-        let reads = stream::iter(parts.map(|part| async move { self.objects.get_range(path, part).await }));
-        self.wait(reads.buffered(MAX_PARALLEL_GETS).try_collect()).map_err(io_error)
+    /// Starts to read a range of an object. The result need not be awaited.
+    pub fn start_read(self: &Arc<Self>, name: &str, range: Range<u64>, need: Need) -> Pending<Bytes> {
+        let (bucket, path) = (self.clone(), self.path(name));
+        self.start(need, async move { bucket.objects.get_range(&path, range).await.map_err(io_error) })
+    }
+
+    fn start<T: Clone + Send + Sync + 'static>(
+        &self,
+        need: Need,
+        read: impl Future<Output = io::Result<T>> + Send + 'static,
+    ) -> Pending<T> {
+        let (sender, result) = watch::channel(None);
+        let work = async move {
+            // Without a receiver, the result is not needed any more.
+            let _ = sender.send(Some(read.await.map_err(Arc::new)));
+        };
+        let job = Some(self.schedule.start(need, work.boxed()));
+        Pending { job, result }
+    }
+
+    /// Waits for the result of a GET, which gets the highest priority.
+    pub fn wait_for<T: Clone>(&self, pending: &Pending<T>) -> io::Result<T> {
+        self.promote(pending, Need::Guest);
+        let mut receiver = pending.result.clone();
+        self.wait(async {
+            // An error means that the task was cancelled.
+            let _ = receiver.wait_for(Option::is_some).await;
+        });
+        pending.ended().unwrap_or_else(|| Err(io::ErrorKind::Interrupted.into()))
+    }
+
+    /// Makes a GET at least as urgent as `need`.
+    pub fn promote<T>(&self, pending: &Pending<T>, need: Need) {
+        if let Some(job) = pending.job.filter(|_| pending.result.borrow().is_none()) {
+            self.schedule.promote(job, need);
+        }
+    }
+
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+}
+
+/// A GET that is queued, in flight, or has ended. Any number of threads can wait for it; inspecting it affects none of them.
+#[derive(Debug, Clone)]
+pub(super) struct Pending<T> {
+    /// `None`: it never was a request.
+    job: Option<JobId>,
+    result: Receiver<Option<Result<T, Arc<io::Error>>>>,
+}
+
+impl<T: Clone> Pending<T> {
+    /// Returns a GET that has already ended.
+    pub fn of(result: T) -> Self {
+        Self { job: None, result: watch::channel(Some(Ok(result))).1 }
+    }
+
+    /// Returns the result, if it has ended.
+    pub fn ended(&self) -> Option<io::Result<T>> {
+        // Before the result, which is sent before the task ends.
+        let is_cancelled = self.result.has_changed().is_err();
+        match &*self.result.borrow() {
+            Some(result) => Some(result.clone().map_err(|e| io::Error::new(e.kind(), e))),
+            None => is_cancelled.then(|| Err(io::ErrorKind::Interrupted.into())),
+        }
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.ended().is_some_and(|result| result.is_err())
     }
 }
 

@@ -15,14 +15,25 @@
 //! | `bucket` | requests, their retries and errors; the thread pool that sends them |
 //! | `new_file` | a file that is being written |
 //! | `reading` | a file that is open for reading, and the cache of what was read |
-//! | `settings` | credentials, endpoint and certificates from the environment |
+//! | `schedule` | the order of GETs, and the limit of those in flight |
+//! | `waiting` | reads that do not wait |
+//! | `settings` | credentials, endpoint and certificates, from variables |
+
+#[cfg(test)]
+pub(crate) use {
+    reading::{CHUNK_BYTES, CHUNKS_PER_GET},
+    schedule::MAX_IN_FLIGHT,
+};
 
 mod bucket;
 mod new_file;
 mod reading;
+pub mod schedule;
 mod settings;
+pub(crate) mod waiting;
 
 use crate::disk::Disk;
+use crate::environment_file::Variables;
 use crate::format::names;
 use crate::url::ObjectAddress;
 use bucket::Bucket;
@@ -33,6 +44,7 @@ use reading::{ChunkCache, OpenObject};
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The objects below a prefix of a bucket, as a directory of files.
@@ -45,12 +57,12 @@ pub struct ObjectDisk {
 }
 
 impl ObjectDisk {
-    /// Prepares access to the objects at `address`. Sends no request.
+    /// Prepares access to the objects at `address`. Sends no request. `variables` replace those of the environment.
     ///
     /// # Errors
-    /// `InvalidInput` if the settings in the environment are wrong or incomplete.
-    pub fn new(address: &ObjectAddress) -> io::Result<Self> {
-        let objects = settings::s3(&address.bucket)?;
+    /// `InvalidInput` if the settings are wrong or incomplete.
+    pub(crate) fn new(address: &ObjectAddress, variables: &Variables) -> io::Result<Self> {
+        let objects = settings::s3(&address.bucket, variables)?;
         Self::with(objects, &address.prefix, address.to_string())
     }
 
@@ -138,5 +150,14 @@ impl Disk for ObjectDisk {
 
     fn can_append(&self) -> bool {
         false
+    }
+
+    fn has_latency(&self) -> bool {
+        true
+    }
+
+    fn arrivals(&self) -> Option<BorrowedFd<'_>> {
+        let ends = self.bucket.schedule().ends();
+        ends.inspect_err(|e| tracing::debug!("the ends of reads are polled: {e}")).ok()
     }
 }

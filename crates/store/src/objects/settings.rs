@@ -1,7 +1,11 @@
-//! Credentials, endpoint, region and certificates of an S3 server, from the `AWS_*` variables of the environment.
+//! Credentials, endpoint, region and certificates of an S3 server, from `AWS_*` variables: those of an environment file, and
+//! those of the environment that it does not set.
 
+use crate::environment_file::Variables;
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::{BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 use std::{env, fs, io};
@@ -17,8 +21,8 @@ fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Er
     io::Error::new(io::ErrorKind::InvalidInput, error)
 }
 
-/// Returns the bucket of the S3 server that the environment describes.
-pub(super) fn s3(bucket: &str) -> io::Result<Arc<dyn ObjectStore>> {
+/// Returns the bucket of the S3 server that the environment and `file` describe.
+pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectStore>> {
     static CRYPTOGRAPHY: Once = Once::new();
     CRYPTOGRAPHY.call_once(|| {
         // An error means that the process has chosen a provider before.
@@ -26,31 +30,58 @@ pub(super) fn s3(bucket: &str) -> io::Result<Arc<dyn ObjectStore>> {
     });
     let retry =
         RetryConfig { backoff: BackoffConfig::default(), max_retries: MAX_RETRIES, retry_timeout: RETRY_TIMEOUT };
-    let builder = AmazonS3Builder::from_env()
-        .with_bucket_name(bucket)
-        .with_retry(retry)
-        // The ownership of a store depends on conditional requests: the environment cannot turn them off.
-        .with_conditional_put(S3ConditionalPut::ETagMatch);
+    let mut builder = AmazonS3Builder::new();
     let mut options = ClientOptions::default();
-    for (key, value) in env::vars().filter(|(_, value)| !value.is_empty()) {
-        if let Some(key) = key.strip_prefix("AWS_")
-            && let Ok(key) = key.to_ascii_lowercase().parse::<ClientConfigKey>()
-        {
+    for (name, value) in merged(env::vars_os(), file) {
+        let key = name.to_ascii_lowercase();
+        if let Some(Ok(key)) = key.strip_prefix("aws_").map(str::parse::<ClientConfigKey>) {
             if matches!(key, ClientConfigKey::AllowInvalidCertificates) {
                 return Err(invalid(format!(
                     "AWS_ALLOW_INVALID_CERTIFICATES is not supported: any server could read the guest's memory; name the file of \
                      the server's certificate in {CA_BUNDLE}"
                 )));
             }
-            options = options.with_config(key, value);
+            options = options.with_config(key, &value);
+        }
+        if let Ok(key) = key.parse() {
+            builder = builder.with_config(key, &value);
+        }
+        if name == CA_BUNDLE {
+            let failed = |e: String| invalid(format!("{CA_BUNDLE}={value}: {e}"));
+            let pem = fs::read(&value).map_err(|e| failed(e.to_string()))?;
+            for certificate in Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.to_string()))? {
+                options = options.with_root_certificate(certificate);
+            }
         }
     }
-    if let Some(path) = env::var_os(CA_BUNDLE).filter(|path| !path.is_empty()) {
-        let failed = |e: String| invalid(format!("{CA_BUNDLE}={}: {e}", path.display()));
-        let pem = fs::read(&path).map_err(|e| failed(e.to_string()))?;
-        for certificate in Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.to_string()))? {
-            options = options.with_root_certificate(certificate);
-        }
-    }
+    let builder = builder
+        .with_bucket_name(bucket)
+        .with_retry(retry)
+        // The ownership of a store depends on conditional requests: no variable can turn them off.
+        .with_conditional_put(S3ConditionalPut::ETagMatch);
     Ok(Arc::new(builder.with_client_options(options).build().map_err(invalid)?))
+}
+
+/// Returns the `AWS_*` variables that are not empty: those of `file`, and those of the environment that it does not set.
+fn merged(environment: impl Iterator<Item = (OsString, OsString)>, file: &Variables) -> BTreeMap<String, String> {
+    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    let inherited = environment.filter_map(text).filter(|(name, value)| name.starts_with("AWS_") && !value.is_empty());
+    inherited.chain(file.0.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_the_file_replace_those_of_the_environment() {
+        let variables = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        };
+        let inherited = [("AWS_REGION", "a"), ("AWS_TIMEOUT", "5s"), ("AWS_CA_BUNDLE", ""), ("HOME", "/root")];
+        let inherited = inherited.map(|(name, value)| (OsString::from(name), OsString::from(value)));
+        let file = Variables(variables(&[("AWS_REGION", "b"), ("AWS_ACCESS_KEY_ID", "id")]));
+        let expected = variables(&[("AWS_REGION", "b"), ("AWS_TIMEOUT", "5s"), ("AWS_ACCESS_KEY_ID", "id")]);
+        assert_eq!(merged(inherited.into_iter(), &file), expected);
+    }
 }

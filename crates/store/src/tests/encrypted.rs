@@ -222,7 +222,7 @@ fn a_store_without_encryption_is_rejected_if_a_key_was_given() {
 fn commands_get_the_keys_from_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let key = crate::keys::NewKey::generate().unwrap().line.to_string();
-    let credentials = Credentials { tls: None, keys: Some(KeySource::Command(format!("echo {key}"))) };
+    let credentials = Credentials { keys: Some(KeySource::Command(format!("echo {key}"))), ..Credentials::default() };
     let url = StoreUrl::Directory(dir.path().join("store"));
     let options =
         crate::Options { credentials: Some(credentials.clone()), create: true, ..crate::Options::new(vm(), "test") };
@@ -233,7 +233,7 @@ fn commands_get_the_keys_from_a_file() {
     drop(writer);
     assert!(admin::verified(&url, Some(&credentials), &mut |_, _| {}).unwrap().is_good());
     assert!(matches!(admin::listing(&url, None), Err(StoreError::Encrypted { .. })));
-    let missing = Credentials { tls: None, keys: Some(KeySource::File(dir.path().join("none"))) };
+    let missing = Credentials { keys: Some(KeySource::File(dir.path().join("none"))), ..Credentials::default() };
     assert!(matches!(admin::listing(&url, Some(&missing)), Err(StoreError::Keys(_))));
     let server: StoreUrl = "tls://127.0.0.1:1/web".parse().unwrap();
     let e = admin::listing(&server, Some(&credentials)).unwrap_err();

@@ -2,14 +2,18 @@
 //! answers, requests that are carried out late, and servers that ignore conditions.
 
 use super::disk::TestDisk;
-use super::model::{Change, Model, open, open_as, vm};
+use super::model::{Change, Model, content, image, open, open_as, vm};
 use super::{epoch, guest, history};
 use crate::directory::StoreDirectory;
+use crate::engine::{Engine, EngineSettings};
 use crate::error::StoreError;
 use crate::format::names;
+use crate::image::LocalImage;
 use crate::listing::list;
 use crate::location::Storage;
-use crate::objects::ObjectDisk;
+use crate::objects::schedule::Need;
+use crate::objects::{CHUNK_BYTES, CHUNKS_PER_GET, MAX_IN_FLIGHT, ObjectDisk};
+use crate::types::Owner;
 use crate::verify::verify;
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -22,10 +26,13 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use proptest::prelude::*;
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_testing::crash_disk::Meanwhile;
+use rustix::event::{PollFd, PollFlags, poll};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// What happens to a request that changes the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +57,19 @@ struct Faults {
     interruption: Option<(usize, Meanwhile)>,
     /// Number of requests that list objects.
     lists: usize,
+    reads: Reads,
+}
+
+/// GETs of content.
+#[derive(Debug, Clone, Copy, Default)]
+struct Reads {
+    count: usize,
+    in_flight: usize,
+    most_in_flight: usize,
+    /// Time that each takes.
+    latency: Duration,
+    /// GETs that fail from now on.
+    failing: usize,
 }
 
 /// An object store in memory. Clones share the content and the faults; [`TestDisk::handle`] shares only the content.
@@ -95,6 +115,13 @@ impl MemoryObjects {
     fn carry_out_late_request(&self) -> Option<Result<PutResult>> {
         let (path, payload, options) = self.faults.lock().unwrap().late.take()?;
         self.objects.put_opts(&path, payload, options).now_or_never()
+    }
+
+    /// Changes the counters of GETs, and returns them as they were after that.
+    fn count_reads(&self, change: impl FnOnce(&mut Reads)) -> Reads {
+        let mut faults = self.faults.lock().unwrap();
+        change(&mut faults.reads);
+        faults.reads
     }
 
     fn lists(&self) -> usize {
@@ -158,6 +185,24 @@ impl ObjectStore for MemoryObjects {
     }
 
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
+        if options.head {
+            return self.objects.get_opts(path, options).await;
+        }
+        let Reads { latency, failing, .. } = self.count_reads(|reads| {
+            reads.count += 1;
+            reads.in_flight += 1;
+            reads.most_in_flight = reads.most_in_flight.max(reads.in_flight);
+        });
+        if !latency.is_zero() {
+            tokio::time::sleep(latency).await;
+        }
+        self.count_reads(|reads| {
+            reads.in_flight -= 1;
+            reads.failing = reads.failing.saturating_sub(1);
+        });
+        if failing > 0 {
+            return Err(no_answer());
+        }
         self.objects.get_opts(path, options).await
     }
 
@@ -480,4 +525,170 @@ fn an_object_is_read_in_any_pieces() {
     disk.remove("segments/x").unwrap();
     assert_eq!(disk.open("segments/x").unwrap_err().kind(), io::ErrorKind::NotFound);
     assert_eq!(vm().name, "web");
+}
+
+/// Reads all pages as a pager does, one after the other, after the next ones were announced. Returns their number.
+fn read_like_a_pager(image: &LocalImage, mut check: impl FnMut(PageNo, &Page)) -> u64 {
+    let order: Vec<_> = image.hot().unwrap().collect();
+    let mut found = [0; PAGE_SIZE];
+    let mut announced = 0;
+    let arrivals = image.arrivals().unwrap();
+    for (number, (block, page)) in order.iter().enumerate() {
+        if number % 64 == 0 {
+            announced = announced.max(number);
+            announced += image.start_reads(&order[announced..order.len().min(announced + 1024)]).unwrap();
+        }
+        while !image.read_page_if_ready((*block, *page), &mut found, Need::Background).unwrap() {
+            poll(&mut [PollFd::new(&arrivals, PollFlags::IN)], None).unwrap();
+            rustix::io::read(arrivals, &mut [0; 8]).unwrap();
+        }
+        check(*page, &found);
+    }
+    order.len() as u64
+}
+
+/// Returns a store with one checkpoint of a block of `pages` pages that cannot be compressed.
+fn with_full_checkpoint(pages: u64, segment: u64) -> MemoryObjects {
+    let disk = MemoryObjects::default();
+    let settings = EngineSettings { keep: 2, segment, create: true };
+    let mut engine = Engine::open(disk.shared(), &vm(), &Owner::here("test"), None, settings).unwrap();
+    let mut model = Model { keep: 2, ..Model::default() };
+    // Each odd kind of content is another page that cannot be compressed.
+    let written = (0..pages).map(|page| (0, page, 2 * page + 1)).collect();
+    model.commit(&mut engine, &Change { blocks: vec![("ram", pages)], pages: written }).unwrap();
+    engine.settle().unwrap();
+    disk
+}
+
+/// The time until all pages are read must not be the latency of the server times the pages.
+#[test]
+fn pages_are_read_with_few_requests_of_which_several_are_in_flight() {
+    const PAGES: u64 = 4000;
+    const SEGMENT_BYTES: u64 = 8 << 20;
+    let disk = with_full_checkpoint(PAGES, SEGMENT_BYTES);
+    let opened = image(&disk, None).unwrap();
+    let before = disk.count_reads(|reads| reads.latency = Duration::from_millis(2));
+    let read = read_like_a_pager(&opened, |page, found| assert!(*found == content(2 * page.0 + 1), "{page}"));
+    assert_eq!(read, PAGES);
+    let after = disk.count_reads(|_| ());
+    let (stored, requests) = (PAGES * PAGE_SIZE as u64, (after.count - before.count) as u64);
+    // In each object some requests are smaller: at its end, and where a directory was read before.
+    let smaller = 4 * stored.div_ceil(SEGMENT_BYTES);
+    assert!(requests <= stored.div_ceil(CHUNKS_PER_GET * CHUNK_BYTES) + smaller, "{requests} GETs");
+    // Opening an object is a GET of its own.
+    assert!((3..=MAX_IN_FLIGHT + 1).contains(&after.most_in_flight), "{after:?}");
+
+    // Pages that are not near each other, without an announcement.
+    let spread: Vec<_> = (0..PAGES).step_by(500).map(|page| (BlockId(0), PageNo(page))).collect();
+    let opened = image(&disk, None).unwrap();
+    disk.count_reads(|reads| reads.most_in_flight = 0);
+    opened.read_stored(&spread).unwrap();
+    let after = disk.count_reads(|_| ());
+    assert!((3..=MAX_IN_FLIGHT).contains(&after.most_in_flight), "{after:?}");
+}
+
+#[test]
+fn a_chunk_that_could_not_be_read_ahead_is_read_when_it_is_needed() {
+    let disk = MemoryObjects::default();
+    let shared = disk.shared();
+    let content: Vec<u8> = (0..4_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let file = shared.disk.create("segments/x").unwrap();
+    file.write_at(&content, 0).unwrap();
+    file.sync().unwrap();
+    let file = shared.disk.open("segments/x").unwrap();
+    let mut found = vec![0; CHUNK_BYTES as usize];
+    // Opening has read the first chunk. The GETs of the second one and of those after it fail.
+    disk.count_reads(|reads| reads.failing = 3);
+    let mut failed = 0;
+    for chunk in 0..4_000_000 / CHUNK_BYTES {
+        let offset = chunk * CHUNK_BYTES;
+        while let Err(e) = file.read_at(&mut found, offset) {
+            assert_eq!(e.kind(), io::ErrorKind::TimedOut);
+            failed += 1;
+            assert!(failed <= 3, "an error is kept");
+        }
+        assert!(found == content[offset as usize..][..found.len()], "chunk {chunk}");
+    }
+    assert!(failed > 0);
+}
+
+/// Threads that only inspect a GET must not keep the one that waits for it from being woken.
+#[test]
+fn a_reader_is_woken_although_others_inspect_its_get() {
+    const READERS: u64 = 4;
+    let disk = MemoryObjects::default();
+    let shared = disk.shared();
+    let file = shared.disk.create("segments/x").unwrap();
+    file.write_at(&vec![7; 16 * CHUNK_BYTES as usize], 0).unwrap();
+    file.sync().unwrap();
+    disk.count_reads(|reads| reads.latency = Duration::from_millis(5));
+    let file = shared.disk.open("segments/x").unwrap();
+    std::thread::scope(|scope| {
+        for reader in 0..READERS {
+            let file = &file;
+            scope.spawn(move || {
+                for chunk in (reader..16).chain(0..reader) {
+                    let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
+                    for _ in 0..50 {
+                        file.start_read(range.clone());
+                    }
+                    let mut found = [0; 10];
+                    assert_eq!(file.read_at(&mut found, range.start + reader).unwrap(), 10);
+                    assert_eq!(found, [7; 10]);
+                }
+            });
+        }
+    });
+}
+
+/// A pager serves other faults while a page is on its way.
+#[test]
+fn pages_are_read_without_waiting_and_one_that_a_guest_needs_is_first() {
+    const PAGES: u64 = 4000;
+    let disk = with_full_checkpoint(PAGES, 8 << 20);
+    let opened = image(&disk, None).unwrap();
+    let latency = Duration::from_millis(40);
+    disk.count_reads(|reads| (reads.latency, reads.count) = (latency, 0));
+    let mut found = [0; PAGE_SIZE];
+    let mut wait_for = |page: u64, need: Need| {
+        let began = Instant::now();
+        let id = (BlockId(0), PageNo(page));
+        while !opened.read_page_if_ready(id, &mut found, need).unwrap() {
+            assert!(began.elapsed() < 100 * latency, "page {page}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(found == content(2 * page + 1), "{page}");
+        began.elapsed()
+    };
+    // The segment is opened without waiting, too.
+    let began = Instant::now();
+    let mut other = [0; PAGE_SIZE];
+    assert!(!opened.read_page_if_ready((BlockId(0), PageNo(0)), &mut other, Need::Guest).unwrap());
+    assert!(began.elapsed() < latency);
+    wait_for(0, Need::Guest);
+    wait_for(3000, Need::Guest);
+    let order: Vec<_> = (0..PAGES).map(|page| (BlockId(0), PageNo(page))).collect();
+    let started = opened.start_reads(&order).unwrap();
+    // More than is in flight, and bounded.
+    assert!((MAX_IN_FLIGHT * 256..PAGES as usize).contains(&started), "{started}");
+    // Two GETs at most: the one of the page, and of the first chunk of its segment.
+    assert!(wait_for(3900, Need::Guest) < 4 * latency);
+    for page in (0..PAGES).step_by(7) {
+        wait_for(page, Need::Background);
+    }
+    let reads = disk.count_reads(|_| ());
+    assert!(reads.most_in_flight <= MAX_IN_FLIGHT, "{reads:?}");
+    // A failure is reported once, and the next attempt is another GET.
+    let fresh = image(&disk, None).unwrap();
+    disk.count_reads(|reads| (reads.failing, reads.latency) = (1, Duration::ZERO));
+    let mut failures = 0;
+    let ids = (BlockId(0), PageNo(2000));
+    loop {
+        match fresh.read_page_if_ready(ids, &mut other, Need::Guest) {
+            Ok(true) => break,
+            Ok(false) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => failures += 1,
+        }
+    }
+    assert!(failures == 1 && other == content(4001), "{failures}");
 }

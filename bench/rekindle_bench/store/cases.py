@@ -1,0 +1,106 @@
+"""The cases of an object store, listed in `CASES` at the end.
+
+Each starts an object store of its own. Rekindle's commands and the load (`crates/store/examples/object_store_load.rs`)
+run on this machine, too.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rekindle_bench.restore.crashed_guests import RestoreEnvironment
+from rekindle_lab.protector import protected
+from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.stores import ObjectStore, in_object_store
+
+from .plan import Plan
+from .rows import STORES, Row
+
+IMAGE = "micro"
+INDEX = 22
+"""Network of the guest: `Guest.index`."""
+CHECKPOINTS = 3
+"""Checkpoints of the guest before it is restored."""
+LOAD_DEADLINE_S = 4 * 3600.0
+
+
+@contextmanager
+def _object_store(env: RestoreEnvironment) -> Iterator[ObjectStore]:
+    with in_object_store(env.rekindle.binary.parent / "examples", env.work) as objects:
+        yield objects
+
+
+def _load(env: RestoreEnvironment, objects: ObjectStore, *words: str) -> Iterator[dict[str, Any]]:
+    """Runs a load, and returns each of its measurements."""
+    command = [str(env.rekindle.binary.parent / "examples" / "object_store_load"), *words]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **objects.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            yield from map(json.loads, process.stdout)
+            problem = process.stderr.read()
+            if process.wait(LOAD_DEADLINE_S) != 0:
+                raise RekindleError(f"{' '.join(command)}: {problem.strip()}")
+        finally:
+            process.kill()
+
+
+def commit(env: RestoreEnvironment, plan: Plan) -> None:
+    """Measures commits of checkpoints that do not compress, by turns with a plain PUT of as many bytes."""
+    with _object_store(env) as objects:
+        url = objects.store.fresh("commit").url
+        for done in _load(env, objects, "commit", url, str(plan.commits), str(plan.commit_bytes)):
+            env.rows.append(
+                Row(case="commit", how=done["how"], round=done["round"], took_us=done["us"], bytes=done["bytes"])
+            )
+
+
+def owners(env: RestoreEnvironment, plan: Plan) -> None:
+    """Lets two hosts race to own a store."""
+    with _object_store(env) as objects:
+        for race in _load(env, objects, "race", objects.store.fresh("owners").url, str(plan.races)):
+            row = Row(case="owners", how=race["how"], round=race["round"], took_us=race["us"], owners=race["owners"])
+            row.error = race["error"] or ""
+            env.rows.append(row)
+
+
+def restore(env: RestoreEnvironment, plan: Plan) -> None:
+    """Restores a guest by turns from the object store and from Rekindle's own server.
+
+    Both have the checkpoints in memory: the object store keeps everything there, and the files of the server stay in
+    the page cache.
+    """
+    env.need(memory_mib=4 * plan.memory_mib, disk_mib=2 * plan.memory_mib)
+    guest = env.guest("objects", IMAGE, plan.memory_mib, INDEX, plan.touch)
+    with _object_store(env) as objects, env.ours(guest):
+        stores = {"s3": objects.store.fresh(guest.name), "tls": env.store("tls").fresh(guest.name)}
+        for store in stores.values():
+            with protected(env.rekindle, guest.name, store, "1s", None, "--count", str(CHECKPOINTS)) as protector:
+                protector.wait("checkpoint", CHECKPOINTS)
+                protector.join()
+        for round_number in range(plan.restores):
+            env.log(f"restore: round {round_number + 1} of {plan.restores}")
+            for kind in STORES if round_number % 2 == 0 else STORES[::-1]:
+                env.crash(guest.name)
+                restored = env.restore(guest.name, stores[kind])
+                filled = env.wait_filled(guest.name, restored.resumed_host_us)
+                row = Row(case="restore", how=kind, round=round_number, took_us=restored.restore_us)
+                row.fill_us, row.worst_us, row.steps = filled.fill_us, filled.worst_us, restored.steps
+                env.rows.append(row)
+        stores["tls"].remove()
+
+
+CASES: dict[str, Callable[[RestoreEnvironment, Plan], None]] = {
+    "commit": commit,
+    "restore": restore,
+    "owners": owners,
+}
