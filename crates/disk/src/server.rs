@@ -19,7 +19,7 @@ use crate::session::{FillState, FrontEndSession};
 use rekindle_kernel::confinement::ConfinementError;
 use std::fs::{self, Permissions};
 use std::io;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -63,6 +63,8 @@ pub struct Service {
     pub image: PathBuf,
     pub mode: OpenMode,
     pub socket: PathBuf,
+    /// Group that may connect to `socket`, in addition to this user.
+    pub socket_group: Option<u32>,
     /// Path of the control socket.
     pub control: PathBuf,
     pub redo: LogOptions,
@@ -93,7 +95,8 @@ impl Stopper {
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
 pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeError> {
-    let Service { image: path, mode, socket, control, mut redo, settings, is_awaiting_epoch, confine } = service;
+    let Service { image: path, mode, socket, socket_group, control, mut redo, settings, is_awaiting_epoch, confine } =
+        service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -116,7 +119,7 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     let image = if is_awaiting_epoch { inspected } else { Image::open(&path, mode)? };
     let is_filling = Arc::clone(&settings.is_filling);
     let config = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
-    let (front_ends, control_clients) = (listen(&socket)?, listen(&control)?);
+    let (front_ends, control_clients) = (listen(&socket, socket_group)?, listen(&control, None)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let ring = engine::create_ring().map_err(failed)?;
     confinement::create_frames_directory(&control);
@@ -160,18 +163,25 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     ended.map_err(failed)
 }
 
-/// Listens at `path`, for this user only, and replaces the socket of a server that has ended.
-fn listen(path: &Path) -> Result<UnixListener, ServeError> {
+/// Listens at `path`, for this user and `group`, and replaces the socket of a server that has ended.
+fn listen(path: &Path, group: Option<u32>) -> Result<UnixListener, ServeError> {
     let failed = |source| ServeError::Socket { path: path.to_owned(), source };
     if UnixStream::connect(path).is_ok() {
         return Err(ServeError::Busy { path: path.to_owned() });
     }
-    match fs::remove_file(path) {
+    // Nothing connects to it yet: QEMU would be rejected, and try again only after some time. The name is short, because
+    // the path of a socket is limited.
+    let new_path = path.with_file_name(format!(".{}", std::process::id()));
+    match fs::remove_file(&new_path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
         _ => {}
     }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
+    let listener = UnixListener::bind(&new_path).map_err(failed)?;
+    let mode = if group.is_some() { 0o660 } else { 0o600 };
+    chown(&new_path, None, group)
+        .and_then(|()| fs::set_permissions(&new_path, Permissions::from_mode(mode)))
+        .and_then(|()| fs::rename(&new_path, path))
+        .map_err(failed)?;
     Ok(listener)
 }
 

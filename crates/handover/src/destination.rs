@@ -21,6 +21,7 @@ use rekindle_qemu::transfer::{Feed, begin_load_from_file, wait_loaded};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::journal::{JOURNAL_FILE, Step};
 use rekindle_vm::network;
+use rekindle_vm::qemu_user;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use std::fs::{self, File};
@@ -109,7 +110,10 @@ impl Destination<SpawnedStage> {
         handover.pass_pipeline(PipelinePoint::Spawned, start);
         let connected = handover.write_journal().and_then(|()| {
             handover.pass_pipeline(PipelinePoint::Recorded, start);
-            Ok(vmm.connect(vmm::START_TIMEOUT)?)
+            let qmp = vmm.connect(vmm::START_TIMEOUT)?;
+            let directory = vmm.directory();
+            qemu_user::seal(&directory).map_err(|source| HandoverError::File { path: directory.0, source })?;
+            Ok(qmp)
         });
         match connected {
             Ok(qmp) => Ok(Self { vmm, qmp, start, stage: SpawnedStage }),

@@ -6,6 +6,7 @@ use rekindle_kernel::vhost_net;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::qemu_user;
 use rekindle_vm::rundir::RunDir;
 
 /// Starts a VM's QEMUs in the surroundings that the program which manages the VM expects.
@@ -16,12 +17,12 @@ pub trait Environment {
     ///
     /// # Errors
     /// [`HandoverError::Vmm`]: QEMU cannot be started. [`HandoverError::File`]: QEMU's directory cannot be created, or
-    /// another QEMU runs in it.
+    /// another QEMU runs in it. [`HandoverError::QemuUser`]: the VM's own user cannot use a file.
     fn spawn(&self, generation: u32, start: Start, taps: Taps) -> Result<Vmm, HandoverError>;
 }
 
 /// The environment of a VM that Rekindle itself has started: QEMU runs in the VM's run directory, with the command line
-/// of the VM's hardware.
+/// of the VM's hardware, and as the VM's own user if the host is configured so.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnRunDir<'a> {
     pub rundir: &'a RunDir,
@@ -43,6 +44,10 @@ impl Environment for OwnRunDir<'_> {
             .create_vmm(generation)
             .map_err(|source| HandoverError::File { path: rundir.vmm(generation).0, source })?;
         let arguments = hardware.arguments(&directory, &rundir.console_log(), start, binary.syntax);
-        Ok(Vmm::spawn(&binary.path, &arguments, &directory, taps)?)
+        // The files of an attached QEMU are known only from its command line, which may come from a store.
+        let user = if hardware.foreign.is_some() { None } else { qemu_user::of_vm(rundir.name())? };
+        let jail =
+            user.map(|user| qemu_user::prepare_jail(user, rundir, &directory, hardware, &binary.path)).transpose()?;
+        Ok(Vmm::spawn(&binary.path, &arguments, &directory, taps, jail.as_ref())?)
     }
 }

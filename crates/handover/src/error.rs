@@ -8,6 +8,7 @@ use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::VmmError;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::network::NetworkError;
+use rekindle_vm::qemu_user::QemuUserError;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -80,6 +81,8 @@ pub enum HandoverError {
     Binary(#[from] BinaryError),
     #[error(transparent)]
     Vmm(#[from] VmmError),
+    #[error(transparent)]
+    QemuUser(#[from] QemuUserError),
     #[error(transparent)]
     Qmp(#[from] QmpError),
     #[error(transparent)]

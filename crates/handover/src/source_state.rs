@@ -95,7 +95,7 @@ impl SourceState {
             let sent = CarriedBlocks::read(source.process(), &carried).map_err(|e| unreadable(source, e))?;
             let mut part = stream::HEADER.to_vec();
             let output = match &form {
-                StreamForm::Own => StateOutput::devices(&source.directory())?,
+                StreamForm::Own => StateOutput::devices(source)?,
                 StreamForm::Foreign { machine } => {
                     stream::configuration_ignoring_shared(&mut part, machine);
                     StateOutput::memory(qmp)?

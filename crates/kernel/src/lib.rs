@@ -3,7 +3,7 @@
 //! No other crate uses ioctl, ptrace or raw process memory. The other crates use the types of this one:
 //!
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
-//!   starting and finding them ([`spawn`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
+//!   starting and finding them ([`spawn`], [`jail`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
 //!   memory ([`memory`], [`heap`], [`private_pages`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
@@ -28,6 +28,7 @@ pub mod file;
 pub mod heap;
 pub mod inject;
 mod ioctl;
+pub mod jail;
 pub mod kexec;
 pub mod large;
 pub mod libvirt_client;

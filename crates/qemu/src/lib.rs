@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`qmp`] | a client of the QEMU Machine Protocol |
 //! | [`agent`] | the QEMU guest agent |
+//! | [`socket`] | connections to the sockets of a QEMU |
 //! | [`monitor`], [`libvirt`] | connections to a QEMU that Rekindle did not start |
 //!
 //! Starting and finding a QEMU:
@@ -23,6 +24,7 @@
 //! | [`adopt`] | a running QEMU that Rekindle did not start |
 //! | [`foreign`] | the command line of such a QEMU, rewritten into one of ours |
 //! | [`host_access`] | what such a command line uses of the host that runs it |
+//! | [`used_files`] | the files that a QEMU opens, whose access its user needs |
 //! | [`takeover_command`] | the command line of such a QEMU, rewritten for a QEMU that takes its guest over |
 //! | [`cpu`] | the CPU features that a guest sees |
 //!
@@ -72,11 +74,13 @@ pub mod program;
 pub mod qmp;
 pub mod ramblock;
 pub mod rings;
+pub mod socket;
 pub mod stopped;
 pub mod stream;
 pub mod syntax;
 pub mod takeover_command;
 pub mod transfer;
+pub mod used_files;
 pub mod userfaultfd;
 pub mod vhost;
 pub mod virtio_queues;

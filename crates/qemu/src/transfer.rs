@@ -3,12 +3,12 @@
 //! Both QEMUs are connected by pipes to this process, which sees every byte. Therefore it can also keep the stream,
 //! and it never waits without limit for a QEMU that does not read or write.
 
-use crate::command::Directory;
 use crate::devices::{DeviceState, DeviceStateError, SAVE_DEVICES};
 use crate::qmp::{Qmp, QmpError};
+use crate::vmm::{Owner, Vmm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
-use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fchown, mknodat, open};
 use rustix::io::{Errno, ioctl_fionbio};
 use rustix::pipe::fcntl_setpipe_size;
 use serde::Deserialize;
@@ -216,13 +216,15 @@ pub struct Fifo {
 }
 
 impl Fifo {
-    fn make(path: PathBuf) -> io::Result<Self> {
+    /// Makes a pipe that `owner` can open.
+    fn make(path: PathBuf, owner: Owner) -> io::Result<Self> {
         // A pipe of an interrupted attempt may still exist.
         let _ = fs::remove_file(&path);
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let reader = open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?;
         let writer = open(&path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
         let _ = fcntl_setpipe_size(&writer, PIPE_BYTES);
+        fchown(&reader, Some(owner.user), Some(owner.group))?;
         Ok(Self { path, reader: PipeReader::from(reader), _writer: writer })
     }
 }
@@ -238,8 +240,9 @@ impl StateOutput {
     ///
     /// # Errors
     /// When no pipe can be made in the QEMU's directory.
-    pub fn devices(directory: &Directory) -> Result<Self, TransferError> {
-        Fifo::make(directory.0.join("state.fifo")).map(Self::Devices).map_err(TransferError::Pipe)
+    pub fn devices(source: &Vmm) -> Result<Self, TransferError> {
+        let path = source.directory.join("state.fifo");
+        source.owner().and_then(|owner| Fifo::make(path, owner)).map(Self::Devices).map_err(TransferError::Pipe)
     }
 
     /// Prepares to save with `xen-save-devices-state` into memory of this process.

@@ -5,15 +5,17 @@ use crate::command::Directory;
 use crate::monitor::Monitor;
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
+use rekindle_kernel::jail::Jail;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown, without_credentials};
+use rustix::fs::{Gid, Uid};
 use serde::{Deserialize, Serialize};
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -87,9 +89,16 @@ pub struct Vmm {
     pub direct_monitors: Option<PathBuf>,
 }
 
+/// The user and the group that a process runs as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Owner {
+    pub user: Uid,
+    pub group: Gid,
+}
+
 impl Vmm {
     /// Starts a QEMU in `directory`, which must exist and belong to this QEMU alone. `fds` get the given numbers in
-    /// QEMU.
+    /// QEMU. Without a `jail`, QEMU runs as the calling user.
     ///
     /// On success: the process runs in a session of its own. Its sockets may not exist yet.
     ///
@@ -100,6 +109,7 @@ impl Vmm {
         arguments: &[String],
         directory: &Directory,
         fds: Vec<(OwnedFd, RawFd)>,
+        jail: Option<&Jail>,
     ) -> Result<Self, VmmError> {
         let failed = |source: io::Error| VmmError::Spawn { path: binary.to_owned(), source };
         let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
@@ -108,6 +118,8 @@ impl Vmm {
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
         lockfile::hold(detach(without_credentials(&mut command)), &directory.lock()).map_err(failed)?;
+        // Last: what comes before has paths of the host.
+        jail.map_or(Ok(()), |jail| jail.apply(&mut command)).map_err(failed)?;
         let child = command.spawn().map_err(failed)?;
         let process = Process::of(child.id()).map_err(failed)?;
         disown(child);
@@ -166,9 +178,14 @@ impl Vmm {
     /// # Errors
     /// [`AdoptError`], also when the process cannot be identified for certain.
     pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
-        match self.sockets() {
+        let adopted = match self.sockets() {
             Ok(sockets) => adopt(&sockets.protect(), timeout),
             Err(monitor) => monitor.adopt(timeout),
+        }?;
+        match adopted.0.process() {
+            process if self.monitor.is_some() || process == self.process() => Ok(adopted),
+            // An attacker that controls a QEMU can let its socket lead to another one.
+            other => Err(AdoptError::OtherQemu { expected: self.pid, found: other.pid }),
         }
     }
 
@@ -200,6 +217,15 @@ impl Vmm {
     /// Returns the process number and start time.
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
+    }
+
+    /// Returns whom a file must belong to so that the QEMU can open it.
+    ///
+    /// # Errors
+    /// When the QEMU has ended.
+    pub fn owner(&self) -> io::Result<Owner> {
+        let process = fs::metadata(Path::new("/proc").join(self.pid.to_string()))?;
+        Ok(Owner { user: Uid::from_raw(process.uid()), group: Gid::from_raw(process.gid()) })
     }
 
     /// Returns the paths of the QEMU's sockets and files.

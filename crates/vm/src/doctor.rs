@@ -11,6 +11,7 @@ use rekindle_kernel::uring::Ring;
 use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
+use rekindle_qemu::vmm::Vmm;
 use rustix::io::Errno;
 use serde::Serialize;
 use std::fs::OpenOptions;
@@ -63,6 +64,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
         check_iproute2(),
         check_tracing_rights(),
         check_sandboxes(qemu),
+        check_users(),
         check_helpers(),
     ]
 }
@@ -120,20 +122,42 @@ fn check_sandboxes(binary: &Path) -> Finding {
     finding(CHECK, Level::Limited, observation, hint)
 }
 
+/// Checks that no QEMU of root's VMs runs as root.
+fn check_users() -> Finding {
+    const CHECK: &str = "QEMU's users";
+    if !rustix::process::geteuid().is_root() {
+        return finding(CHECK, Level::Good, "QEMUs run as this user, which is not root", "");
+    }
+    match qemus_with(|qemu| qemu.owner().is_ok_and(|owner| owner.user.is_root())) {
+        Err(e) => finding(CHECK, Level::Limited, format!("cannot list the VMs: {e}"), "repair what the error names"),
+        Ok(of_root) if of_root.is_empty() => {
+            finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs runs as a user of its own", "")
+        }
+        Ok(of_root) => {
+            let observation = format!("QEMU runs as root: {}", of_root.join(", "));
+            let hint = "add the VM to qemu_own_user in host.toml; then run: rekindle reboot vmm NAME";
+            finding(CHECK, Level::Limited, observation, hint)
+        }
+    }
+}
+
 /// Returns the names of the VMs whose QEMU was started by Rekindle and has no system call filter, sorted.
 fn unfiltered_qemus() -> Result<Vec<String>, Box<dyn std::error::Error>> {
+    qemus_with(|qemu| matches!(qemu.process().has_syscall_filter(), Ok(false)))
+}
+
+/// Returns the names of the VMs that have a QEMU which Rekindle has started and for which `is_wanted`, sorted.
+fn qemus_with(is_wanted: impl Fn(&Vmm) -> bool) -> Result<Vec<String>, Box<dyn std::error::Error>> {
     let root = Host::open()?.root;
-    let mut unfiltered = Vec::new();
+    let mut found = Vec::new();
     for name in RunDir::list(&root)? {
         let Some(state) = State::read(&RunDir::new(&root, &name))? else { continue };
         // The program that has started an attached QEMU is responsible for its sandbox.
-        if state.attached.is_none()
-            && state.qemus().any(|qemu| matches!(qemu.process().has_syscall_filter(), Ok(false)))
-        {
-            unfiltered.push(name);
+        if state.attached.is_none() && state.qemus().any(&is_wanted) {
+            found.push(name);
         }
     }
-    Ok(unfiltered)
+    Ok(found)
 }
 
 /// Checks that the disk servers and pagers of this user's VMs are confined, and that the kernel supports all of it.

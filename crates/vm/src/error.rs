@@ -4,6 +4,7 @@ use crate::disks::DisksError;
 use crate::journal::{Kind, Step};
 use crate::lock::LockError;
 use crate::network::NetworkError;
+use crate::qemu_user::QemuUserError;
 use crate::state::PreparedError;
 use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::BinaryError;
@@ -126,6 +127,9 @@ pub enum LifeError {
     /// A disk cannot be served.
     #[error(transparent)]
     Disks(#[from] DisksError),
+    /// The user of the VM's QEMU is unknown.
+    #[error(transparent)]
+    QemuUser(#[from] QemuUserError),
     /// QEMU does not start or does not answer.
     #[error(transparent)]
     Vmm(#[from] VmmError),

@@ -59,7 +59,32 @@ struct Config {
     log_limit: Option<Bytes>,
     confine_helpers: Option<bool>,
     #[serde(default)]
+    qemu_own_user: OwnUsers,
+    #[serde(default)]
     restore: RestoreConfig,
+}
+
+/// Which of root's VMs have a QEMU that runs as a user of its own.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged, expecting = "qemu_own_user must be true, false or a list of VM names")]
+enum OwnUsers {
+    All(bool),
+    Listed(Vec<String>),
+}
+
+impl Default for OwnUsers {
+    fn default() -> Self {
+        Self::All(false)
+    }
+}
+
+impl OwnUsers {
+    fn has(&self, name: &str) -> bool {
+        match self {
+            Self::All(all) => *all,
+            Self::Listed(names) => names.iter().any(|listed| listed == name),
+        }
+    }
 }
 
 /// The directories of this user's VMs on this host.
@@ -82,6 +107,9 @@ pub struct Host {
     run_machines: PathBuf,
     /// Directory of what this host knows of stores: see [`Host::known_store`].
     known_stores: PathBuf,
+    /// Directory of the users of VMs; `None` if this user is not root.
+    qemu_users: Option<PathBuf>,
+    own_users: OwnUsers,
     ram: RamLocation,
 }
 
@@ -157,6 +185,7 @@ impl Host {
             _ => disk_dir.join(name),
         };
         let (run_machines, known_stores) = (kept("machines"), kept("stores"));
+        let qemu_users = is_root.then(|| kept("users"));
         Ok(Self {
             save_dir: config.save_dir.unwrap_or_else(|| disk_dir.join("saved")),
             suspend_dir: config.suspend_dir.unwrap_or_else(|| disk_dir.join("suspended")),
@@ -166,6 +195,8 @@ impl Host {
             restore_rules,
             run_machines,
             known_stores,
+            qemu_users,
+            own_users: config.qemu_own_user,
             ram,
         })
     }
@@ -184,6 +215,8 @@ impl Host {
                 .unwrap_or_else(|e| panic!("{e}")),
             run_machines: directory(".machines"),
             known_stores: directory(".stores"),
+            qemu_users: None,
+            own_users: OwnUsers::default(),
             ram: RamLocation::Named(directory(".ram")),
         }
     }
@@ -235,6 +268,13 @@ impl Host {
     #[must_use]
     pub fn known_store(&self, name: &str) -> PathBuf {
         self.known_stores.join(format!("{name}.json"))
+    }
+
+    /// Returns the directory that records the users of VMs ([`crate::qemu_user`]). It survives a reboot of the host. `None`
+    /// if the QEMU of the VM `name` runs as the calling user.
+    #[must_use]
+    pub fn qemu_users(&self, name: &str) -> Option<&Path> {
+        self.qemu_users.as_deref().filter(|_| self.own_users.has(name))
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

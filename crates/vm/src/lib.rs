@@ -26,6 +26,7 @@
 //! | [`locked_vm`] | a VM that is locked for an operation |
 //! | [`cleanup`] | removal of everything that is kept of a VM |
 //! | [`qemu`] | a VM's QEMU processes, and the meaning of the guest's run states |
+//! | [`qemu_user`] | the user as which a VM's QEMU runs, and the files that exist for it |
 //! | [`error`] | errors of operations on a VM |
 //! | [`names`] | names of a VM's files outside the run directory |
 //! | [`doctor`] | checks of this host, with hints |
@@ -49,6 +50,7 @@ pub mod network;
 pub mod overlays;
 pub mod phases;
 pub mod qemu;
+pub mod qemu_user;
 pub mod ram;
 pub mod restore_rules;
 pub mod rundir;

@@ -1,6 +1,7 @@
 //! The processes of a VM's QEMUs, and the meaning of a guest's run states.
 
 use crate::error::LifeError;
+use crate::qemu_user;
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_kernel::lockfile;
@@ -25,14 +26,13 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// # Errors
 /// When the lock of the directory is held by a process that cannot be seen.
 pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
-    let mut processes = lockfile::holders(&directory.lock())?;
-    // A QEMU that an earlier version of Rekindle has started holds only QEMU's own lock.
-    if let Some(process) = lockfile::owner(&directory.pid())?
-        && !processes.contains(&process)
-    {
-        processes.push(process);
+    let lock = directory.lock();
+    if lock.exists() {
+        return lockfile::holders(&lock);
     }
-    Ok(processes)
+    // A QEMU that an earlier version of Rekindle has started holds only QEMU's own lock. A QEMU with a user of its own could
+    // name another file.
+    Ok(lockfile::owner(&directory.pid())?.into_iter().collect())
 }
 
 /// Ends every QEMU that was started in a VM's run directory immediately.
@@ -42,11 +42,18 @@ pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
 pub fn end_all_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     for generation in 1..=state.generation + 1 {
-        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
-            process.kill().map_err(failed)?;
-            if !process.wait_end(KILL_TIMEOUT).map_err(failed)? {
-                return Err(LifeError::Stuck { name: rundir.name().into(), program: "QEMU", pid: process.pid });
-            }
+        kill_all(rundir, processes_of(&rundir.vmm(generation)).map_err(failed)?)?;
+    }
+    // A QEMU with a user of its own can unlock its lock, and start other processes if nothing filters its system calls.
+    kill_all(rundir, qemu_user::processes(rundir)?)
+}
+
+fn kill_all(rundir: &RunDir, processes: Vec<Process>) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    for process in processes {
+        process.kill().map_err(failed)?;
+        if !process.wait_end(KILL_TIMEOUT).map_err(failed)? {
+            return Err(LifeError::Stuck { name: rundir.name().into(), program: "QEMU", pid: process.pid });
         }
     }
     Ok(())

@@ -17,6 +17,7 @@ use rekindle_memory::ram::{Block, GuestRam};
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::Feed;
+use rekindle_qemu::userfaultfd;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
 use rekindle_store::StoreUrl;
@@ -54,8 +55,11 @@ impl RegisteredMemory {
     /// Registers the blocks `paged`.
     pub(crate) fn new(vmm: &Vmm, qmp: &mut Qmp, ram: &GuestRam, paged: &[String]) -> Result<Self, RestoreError> {
         let injector = Injector::new(vmm.process())?;
-        let pager = Pager::register(injector, ram, |id| paged.iter().any(|paged| paged == id), None)?;
-        Ok(Self { injector, pager, feed: Feed::open(qmp, &[])? })
+        // A QEMU that runs as another user may not be permitted to create a userfaultfd itself.
+        let device = userfaultfd::hand(qmp, vmm.process())?;
+        let pager = Pager::register(injector, ram, |id| paged.iter().any(|paged| paged == id), device);
+        userfaultfd::take_back(qmp)?;
+        Ok(Self { injector, pager: pager?, feed: Feed::open(qmp, &[])? })
     }
 }
 

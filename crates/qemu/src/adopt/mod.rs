@@ -43,6 +43,8 @@ pub enum AdoptError {
          another PID namespace?", socket.display()
     )]
     Other { pid: u32, socket: PathBuf },
+    #[error("the VM's QEMU is process {expected}, but process {found} answers on its socket")]
+    OtherQemu { expected: u32, found: u32 },
     #[error("cannot inspect process {pid}: run as root")]
     Process {
         pid: u32,

@@ -9,7 +9,8 @@ mod freeze;
 pub use exec::{ExecError, ProgramResult, boot_id, run};
 pub use freeze::{FreezeError, can_freeze, freeze, thaw};
 
-use crate::qmp::{Qmp, QmpError, connect_within};
+use crate::qmp::{Qmp, QmpError};
+use crate::socket;
 use rekindle_kernel::lines::Lines;
 use serde_json::{Value, json};
 use std::io::{self, Write};
@@ -87,7 +88,7 @@ impl Agent {
     /// to this request has a unique number.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
-        let stream = connect_within(path, timeout)?;
+        let stream = socket::connect(path, timeout)?;
         let mut agent = Self { lines: Lines::new(stream, MAX_ANSWER_BYTES), deadline };
         // The agent discards a half-read request when it receives this byte, which no JSON has.
         agent.write(&[0xff])?;

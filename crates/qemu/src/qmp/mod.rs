@@ -16,15 +16,13 @@ mod message;
 pub use error::QmpError;
 pub use events::Event;
 
+use crate::socket;
 use events::{KeptEvents, Timestamp};
 use message::{Message, ReceivedMessage, command_json};
 use rekindle_kernel::lines::{LineError, Lines};
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{
-    self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-    sendmsg,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -75,16 +73,6 @@ pub struct Qmp {
     timeout: Duration,
 }
 
-/// Connects to the socket at `path`. Returns [`io::ErrorKind::WouldBlock`] if the listener does not accept within
-/// `timeout`.
-pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
-    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    set_socket_timeout(&socket, Timeout::Send, None)?;
-    Ok(UnixStream::from(socket))
-}
-
 impl Qmp {
     /// Connects to the QMP socket at `path`.
     ///
@@ -94,7 +82,7 @@ impl Qmp {
     /// [`QmpError::Connect`] immediately when no process listens; [`QmpError::NoGreeting`] after `timeout` when
     /// another client holds the socket.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
-        let stream = match connect_within(path, timeout) {
+        let stream = match socket::connect(path, timeout) {
             // A frozen QEMU accepts no connections, and its queue is short.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 return Err(QmpError::NoGreeting { path: path.to_owned(), after: timeout });

@@ -1,6 +1,7 @@
 //! The client against a simulated monitor.
 
 use super::*;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use std::io::Write;
 use std::thread;
 

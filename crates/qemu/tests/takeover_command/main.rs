@@ -219,7 +219,7 @@ fn start(name: &str, binary: &Path) {
     files.place(&mut line);
     let rewritten = line.rewrite_for(Syntax::default()).unwrap();
     let directory = Directory(root.path().to_owned());
-    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, files.open(&rewritten)).unwrap();
+    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, files.open(&rewritten), None).unwrap();
     let connected = qemu.connect(START_TIMEOUT);
     let mut qmp = connected.unwrap_or_else(|e| panic!("{name} with {}: {e}", binary.display()));
     let status: Value = qmp.execute("query-status", ()).unwrap();
@@ -256,7 +256,7 @@ fn start_from_running(binary: &Path) {
     let [vnc_number] = server.listeners.as_slice() else { panic!("{server:?}") };
     let Descriptor::Duplicate { source: vnc_source } = rewritten.descriptors[vnc_number] else { panic!("{server:?}") };
     let fds = Files(root.path()).open(&rewritten);
-    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, fds).unwrap();
+    let qemu = Vmm::spawn(binary, &rewritten.arguments, &directory, fds, None).unwrap();
     let mut destination_qmp = qemu.connect(START_TIMEOUT).unwrap();
     let blocks = |list: Vec<ramblock::RamBlock>| {
         list.into_iter().map(|block| (block.id, block.total)).collect::<BTreeMap<_, _>>()

@@ -3,6 +3,7 @@
 
 use crate::cli::NameOnly;
 use anyhow::{Context, Result};
+use rekindle_qemu::socket;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
@@ -17,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// Ctrl-], which ends the console.
 const LEAVE_KEY: u8 = 0x1d;
+/// Limit for QEMU to accept the connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long to try to connect again.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(50);
@@ -52,7 +55,7 @@ fn connect(rundir: &RunDir) -> Result<UnixStream> {
     }
     let vmm = state.vmm.filter(|vmm| vmm.is_alive()).with_context(|| format!("VM {name} does not run"))?;
     let path = vmm.directory().console();
-    UnixStream::connect(&path).with_context(|| format!("console {}", path.display()))
+    socket::connect(&path, CONNECT_TIMEOUT).with_context(|| format!("console {}", path.display()))
 }
 
 fn reconnect(rundir: &RunDir) -> Option<UnixStream> {

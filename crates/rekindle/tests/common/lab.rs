@@ -289,7 +289,9 @@ impl Drop for Lab {
 /// Returns the entries that are left in a run root, except the cache about QEMU binaries and the logs, which stay.
 pub fn left_in(root: &Path) -> Vec<PathBuf> {
     let stays = |path: &PathBuf| {
-        [".netns", ".binaries", ".log", ".monitors", ".machines", ".stores"].iter().any(|name| path.ends_with(name))
+        [".netns", ".binaries", ".log", ".monitors", ".machines", ".stores", ".users", ".jail"]
+            .iter()
+            .any(|name| path.ends_with(name))
     };
     entries(root).into_iter().filter(|path| !stays(path)).collect()
 }

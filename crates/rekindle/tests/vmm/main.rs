@@ -18,6 +18,7 @@ mod overlay_faults;
 mod overlays;
 mod overlays_libvirt;
 mod processes;
+mod qemu_user;
 mod queues;
 mod replace;
 mod sandbox;

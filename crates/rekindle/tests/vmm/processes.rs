@@ -6,7 +6,7 @@ use rekindle_vm::disks;
 use rekindle_vm::rundir::RunDir;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -99,12 +99,19 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
 #[test]
 fn a_run_directory_is_private_so_that_no_other_user_can_hold_a_lock_in_it() {
     let lab = Lab::new();
-    let guest = lab.vm("web").boot(&[]);
-    for directory in [guest.file(""), guest.file("vmm-1")] {
-        let mode = fs::metadata(&directory).unwrap().permissions().mode();
-        assert_eq!(mode & 0o077, 0, "{}: {mode:o}", directory.display());
+    lab.configure_host("qemu_own_user = [\"own\"]");
+    let private = [("", 0), ("vmm-1", 0), ("vmm-1/qemu.lock", 0), ("lock", 0)];
+    // A QEMU with a user of its own can search the directories, but not make files or use those with locks.
+    let searched = [("", 0o010), ("vmm-1", 0o1010), ("vmm-1/qemu.lock", 0), ("lock", 0)];
+    for (name, modes) in [("web", private), ("own", searched)] {
+        let guest = lab.vm(name).boot(&[]);
+        for (path, of_others) in modes {
+            let metadata = fs::metadata(guest.file(path)).unwrap();
+            assert_eq!(metadata.mode() & 0o1077, of_others, "{name}/{path}: {:o}", metadata.mode());
+            assert_eq!(metadata.uid(), 0, "{name}/{path}");
+        }
+        guest.rekindle(&["stop", "--now"]).ok();
     }
-    guest.rekindle(&["stop", "--now"]).ok();
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Errors of the servers of a VM's disks.
 
+use crate::qemu_user::QemuUserError;
 use rekindle_disk::control::ControlError;
 use rekindle_disk::redo::offline::MergeError;
 use std::io;
@@ -18,6 +19,9 @@ pub enum DisksError {
         /// The end of the server's log.
         log: String,
     },
+    /// The user of the VM's QEMU, which connects to the server, is unknown.
+    #[error(transparent)]
+    QemuUser(#[from] QemuUserError),
     /// The server was killed but does not end.
     #[error("disk {id}: its server (process {pid}) was killed but does not end")]
     Stuck {

@@ -1,6 +1,7 @@
 //! The process that serves one disk: its files, its start, its end.
 
 use super::DisksError;
+use crate::qemu_user;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::engine::command::Status;
@@ -104,6 +105,9 @@ pub(super) fn server_command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
+    if let Some(group) = qemu_user::of_vm(rundir.name())? {
+        command.arg(format!("--socket-group={group}"));
+    }
     if disk.readonly {
         command.arg("--readonly");
     }

@@ -24,9 +24,9 @@ use rekindle_qemu::block::libvirt as libvirt_block;
 use rekindle_qemu::block::names::OverlayName;
 use rekindle_qemu::block::overlay;
 use rekindle_qemu::vmm::Vmm;
-use rustix::fs::statvfs;
+use rustix::fs::{chown, statvfs};
 use std::fs::{self, File, Permissions};
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// The directory of overlays can be entered by QEMU's user, and read by ours only.
@@ -402,7 +402,6 @@ fn other_qemu(recorded: &RecordedDisk) -> OverlayDisksError {
 
 /// Gives a file to the user that QEMU runs as.
 pub(super) fn give_to_user_of(vmm: &Vmm, path: &Path) -> Result<(), OverlayDisksError> {
-    let process = Path::new("/proc").join(vmm.pid.to_string());
-    let owner = fs::metadata(&process).map_err(OverlayDisksError::io(&process))?;
-    chown(path, Some(owner.uid()), Some(owner.gid())).map_err(OverlayDisksError::io(path))
+    let owner = vmm.owner().map_err(OverlayDisksError::io(path))?;
+    chown(path, Some(owner.user), Some(owner.group)).map_err(|e| OverlayDisksError::io(path)(e.into()))
 }

@@ -10,6 +10,7 @@
 
 use rekindle_qemu::agent;
 use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::socket;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::timeline::host_us;
 use std::io::{self, Read, Write};
@@ -34,7 +35,7 @@ pub(super) struct PhasePort {
 impl PhasePort {
     /// Connects to the port. QEMU serves one connection at a time; a second one waits until the first is closed.
     pub(super) fn connect(vmm: &Vmm) -> io::Result<Self> {
-        let stream = UnixStream::connect(vmm.directory().phase())?;
+        let stream = socket::connect(&vmm.directory().phase(), READ_TIMEOUT)?;
         stream.set_write_timeout(Some(READ_TIMEOUT))?;
         Ok(Self { stream, unread: Vec::new() })
     }

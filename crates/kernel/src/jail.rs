@@ -1,0 +1,357 @@
+//! A jail for a program that a guest can attack: a user of its own, no capabilities, and a file system that has only the
+//! files that the program needs, at their usual paths.
+//!
+//! ```text
+//! parent   prepares all arguments, forks
+//! child    mount namespace ── tmpfs ── binds the files ── pivot_root ── user ── exec
+//! ```
+//!
+//! Devices, files and sockets in directories of other programs do not exist in the jail, whatever their permissions are. The
+//! network, with its abstract sockets, is shared. A file is
+//! reachable through its bind although other users cannot enter the directories above it; the permissions of the file
+//! itself apply ([`JailPath::permit`]).
+
+use posix_acl::{ACL_READ, ACL_WRITE, ACLError, PosixACL, Qualifier};
+use rustix::fs::{CWD, FileType, Mode, StatVfsMountFlags};
+use rustix::io::Errno;
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind_recursive, mount_change, mount_remount, unmount,
+};
+use rustix::process::{chdir, pivot_root};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
+    set_no_new_privs,
+};
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A path that exists in a jail: a file, or a directory with all that is in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JailPath {
+    /// An absolute path, the same in the jail. In place of a symbolic link, the jail has what it refers to.
+    pub path: PathBuf,
+    /// Whether files there may be written, created and removed, as far as their permissions allow it. Otherwise they may be
+    /// read and executed.
+    pub is_writable: bool,
+    /// Whether device files there may be used.
+    pub has_devices: bool,
+}
+
+impl JailPath {
+    /// Permits a user to read the file, and to write it if the path is writable, if its permissions do not allow that yet:
+    /// by an entry in its access control list. Directories stay as they are.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or its file system has no access control lists.
+    pub fn permit(&self, user: u32) -> io::Result<()> {
+        let wanted = if self.is_writable { ACL_READ | ACL_WRITE } else { ACL_READ };
+        let file = fs::metadata(&self.path).map_err(|e| with_path(&self.path, &e))?;
+        let of_others = file.mode() & 0o7;
+        if file.is_dir() || file.uid() == user && (file.mode() >> 6) & wanted == wanted || of_others & wanted == wanted
+        {
+            return Ok(());
+        }
+        let failed = |e: ACLError| {
+            let kind = e.kind();
+            io::Error::new(kind, format!("an access control list for user {user}: {e}"))
+        };
+        let mut list = PosixACL::read_acl(&self.path).map_err(failed)?;
+        let present = list.get(Qualifier::User(user)).unwrap_or(0);
+        // What `chmod` has removed from the group is removed from each entry.
+        let mask = list.get(Qualifier::Mask).unwrap_or(wanted);
+        if present & mask & wanted != wanted {
+            list.set(Qualifier::User(user), present | wanted);
+            list.write_acl(&self.path).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+/// The jail of a program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Jail {
+    /// User ID of the program; not root.
+    pub user: u32,
+    /// Group ID of the program.
+    pub group: u32,
+    /// Its other groups.
+    pub groups: Vec<u32>,
+    /// An existing directory, used for nothing else, on which the child mounts the root of the jail. It stays empty for other
+    /// processes.
+    pub root: PathBuf,
+    /// The paths that exist in it. A later path may be in an earlier one.
+    pub paths: Vec<JailPath>,
+}
+
+/// A mount in the jail.
+#[derive(Debug)]
+struct Bind {
+    source: CString,
+    target: CString,
+    is_directory: bool,
+    flags: MountFlags,
+}
+
+/// All arguments of the child's system calls: after the fork it may not allocate.
+#[derive(Debug)]
+struct Preparation {
+    root: CString,
+    /// In this order: parents first.
+    directories: Vec<CString>,
+    binds: Vec<Bind>,
+    proc: CString,
+    user: u32,
+    group: u32,
+    groups: Vec<u32>,
+}
+
+impl Jail {
+    /// Makes `command` start in the jail. The caller must be root.
+    ///
+    /// # Errors
+    /// `NotFound` if a path does not exist; `InvalidInput` for a relative path or user 0. Errors of the child are errors of
+    /// starting the command.
+    pub fn apply(&self, command: &mut Command) -> io::Result<()> {
+        let preparation = self.prepare()?;
+        // SAFETY: the closure makes system calls only. Everything that it uses was allocated before the fork.
+        unsafe { command.pre_exec(move || Ok(preparation.enter()?)) };
+        Ok(())
+    }
+
+    fn prepare(&self) -> io::Result<Preparation> {
+        if self.user == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a jail needs a user other than root"));
+        }
+        let mut directories = BTreeSet::new();
+        let mut binds = Vec::new();
+        for JailPath { path, is_writable, has_devices } in &self.paths {
+            let is_directory = fs::metadata(path).map_err(|e| with_path(path, &e))?.is_dir();
+            let target = self.inside(path)?;
+            let above = if is_directory { Some(target.as_path()) } else { target.parent() };
+            let missing = above.into_iter().flat_map(Path::ancestors).take_while(|ancestor| *ancestor != self.root);
+            directories.extend(missing.map(Path::to_owned));
+            let mut flags = MountFlags::NOSUID | inherited_flags(path)?;
+            flags.set(MountFlags::RDONLY, !is_writable || flags.contains(MountFlags::RDONLY));
+            flags.set(MountFlags::NOEXEC, *is_writable || *has_devices || flags.contains(MountFlags::NOEXEC));
+            flags.set(MountFlags::NODEV, !has_devices);
+            binds.push(Bind { source: c_path(path)?, target: c_path(&target)?, is_directory, flags });
+        }
+        let proc = self.root.join("proc");
+        directories.insert(proc.clone());
+        Ok(Preparation {
+            root: c_path(&self.root)?,
+            directories: directories.iter().map(|directory| c_path(directory)).collect::<io::Result<_>>()?,
+            binds,
+            proc: c_path(&proc)?,
+            user: self.user,
+            group: self.group,
+            groups: self.groups.clone(),
+        })
+    }
+
+    /// Returns where the child mounts a path.
+    fn inside(&self, path: &Path) -> io::Result<PathBuf> {
+        let relative = path.strip_prefix("/").map_err(|_| {
+            io::Error::new(io::ErrorKind::InvalidInput, format!("{}: not an absolute path", path.display()))
+        })?;
+        Ok(self.root.join(relative))
+    }
+}
+
+/// Returns the flags of the mount that has the path which the jail must not take away.
+fn inherited_flags(path: &Path) -> io::Result<MountFlags> {
+    let mount = rustix::fs::statvfs(path).map_err(|e| with_path(path, &e.into()))?.f_flag;
+    let mut flags = MountFlags::empty();
+    flags.set(MountFlags::RDONLY, mount.contains(StatVfsMountFlags::RDONLY));
+    flags.set(MountFlags::NOEXEC, mount.contains(StatVfsMountFlags::NOEXEC));
+    Ok(flags)
+}
+
+fn with_path(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+impl Preparation {
+    /// Enters the jail. Makes system calls only.
+    fn enter(&self) -> rustix::io::Result<()> {
+        // SAFETY: the flag affects the file system of this process only, which has one thread.
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
+        mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        mount(c"jail", self.root.as_c_str(), c"tmpfs", flags, c"mode=755,size=1m")?;
+        let umask = rustix::process::umask(Mode::empty());
+        let mode = Mode::from_raw_mode(0o755);
+        for directory in &self.directories {
+            match rustix::fs::mkdir(directory.as_c_str(), mode) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        for bind in &self.binds {
+            bind.mount()?;
+        }
+        rustix::process::umask(umask);
+        // Of processes of other users, not even the names are visible.
+        mount(c"proc", self.proc.as_c_str(), c"proc", flags, c"hidepid=2")?;
+        mount_remount(self.root.as_c_str(), MountFlags::BIND | MountFlags::RDONLY | flags, c"")?;
+        chdir(self.root.as_c_str())?;
+        pivot_root(c".", c".")?;
+        unmount(c".", UnmountFlags::DETACH)?;
+        chdir(c"/")?;
+        self.drop_privileges()
+    }
+
+    fn drop_privileges(&self) -> rustix::io::Result<()> {
+        set_no_new_privs(true)?;
+        clear_ambient_capability_set()?;
+        for capability in CapabilitySet::all().iter() {
+            match remove_capability_from_bounding_set(capability) {
+                // Not a capability of this kernel.
+                Ok(()) | Err(Errno::INVAL) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        let (count, groups) = (self.groups.len(), self.groups.as_ptr());
+        // SAFETY: `groups` has `count` numbers. The calls of the C library would change all threads of a process, with
+        // locks; this process has one thread, and makes the system calls itself.
+        let results = unsafe {
+            [
+                libc::syscall(libc::SYS_setgroups, count, groups),
+                libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group),
+                libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user),
+            ]
+        };
+        if results != [0; 3] {
+            return Err(Errno::PERM);
+        }
+        let none = CapabilitySet::empty();
+        set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
+    }
+}
+
+impl Bind {
+    fn mount(&self) -> rustix::io::Result<()> {
+        if !self.is_directory {
+            // The mount point. An earlier path may have mounted a directory that has the file.
+            match rustix::fs::mknodat(CWD, self.target.as_c_str(), FileType::RegularFile, Mode::RUSR, 0) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        mount_bind_recursive(self.source.as_c_str(), self.target.as_c_str())?;
+        mount_remount(self.target.as_c_str(), MountFlags::BIND | self.flags, c"")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, chown};
+    use std::process::Stdio;
+
+    const USER: u32 = 1_700_000_001;
+
+    struct Host {
+        directory: tempfile::TempDir,
+    }
+
+    impl Host {
+        fn new() -> Self {
+            let host = Self { directory: tempfile::tempdir().unwrap() };
+            for name in ["jail", "own", "other"] {
+                fs::create_dir(host.path(name)).unwrap();
+            }
+            for name in ["own/file", "other/file"] {
+                fs::write(host.path(name), "content").unwrap();
+            }
+            chown(host.path("own"), Some(USER), Some(USER)).unwrap();
+            host
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.directory.path().join(name)
+        }
+
+        /// Runs a shell command in a jail that has `own`. Returns its output.
+        fn run(&self, script: &str) -> String {
+            let read = |path: &str| JailPath { path: path.into(), is_writable: false, has_devices: false };
+            let mut paths: Vec<_> = ["/usr", "/bin", "/lib", "/lib64"].map(read).into();
+            paths.push(JailPath { path: self.path("own"), is_writable: true, has_devices: false });
+            paths.push(JailPath { path: "/dev/null".into(), is_writable: true, has_devices: true });
+            let jail = Jail { user: USER, group: USER, groups: Vec::new(), root: self.path("jail"), paths };
+            let mut command = Command::new("/usr/bin/sh");
+            command.args(["-c", script, "sh"]).arg(self.path("own")).arg(self.path("other")).stdin(Stdio::null());
+            jail.apply(&mut command).unwrap();
+            let output = command.output().unwrap();
+            String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+        }
+    }
+
+    #[test]
+    fn a_jail_has_its_own_paths_and_user_only() {
+        let host = Host::new();
+        // No other user may enter the directory above.
+        fs::set_permissions(host.directory.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        assert_eq!(host.run("id -u; id -G"), format!("{USER}\n{USER}\n"));
+        assert_eq!(host.run("cat $1/file; echo new >$1/new; cat $1/new; ls $1 | wc -l"), "contentnew\n2\n");
+        assert_eq!(fs::read_to_string(host.path("own/new")).unwrap(), "new\n");
+        for denied in
+            ["cat $2/file", "ls /etc", "touch /usr/x", "touch /x", "ls /dev/mem", "kill -CONT 1", "mount -t tmpfs x $1"]
+        {
+            let output = host.run(&format!("{denied} >/dev/null 2>&1 && echo done || echo denied"));
+            assert_eq!(output, "denied\n", "{denied}");
+        }
+        let status =
+            host.run("while read line; do case $line in Cap*|NoNewPrivs*) echo $line;; esac; done </proc/self/status");
+        assert_eq!(status.matches("0000000000000000").count(), 5, "{status}");
+        assert!(status.contains("NoNewPrivs: 1"), "{status}");
+        // At most the shell and two programs.
+        let visible: u32 = host.run("ls -d /proc/[0-9]* | wc -l").trim().parse().unwrap();
+        assert!((1..=3).contains(&visible), "{visible} processes");
+        // Nothing of the jail is visible outside.
+        assert_eq!(fs::read_dir(host.path("jail")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_jail_that_cannot_be_made_is_an_error() {
+        let host = Host::new();
+        let jail = |user, path: PathBuf| {
+            let paths = vec![JailPath { path, is_writable: false, has_devices: false }];
+            let jail = Jail { user, group: USER, groups: Vec::new(), root: host.path("jail"), paths };
+            jail.apply(&mut Command::new("true")).unwrap_err().kind()
+        };
+        assert_eq!(jail(USER, host.path("none")), io::ErrorKind::NotFound);
+        assert_eq!(jail(0, host.path("own")), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_user_is_permitted_only_what_a_path_names() {
+        let host = Host::new();
+        let file = host.path("other/file");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        let permit =
+            |is_writable| JailPath { path: file.clone(), is_writable, has_devices: false }.permit(USER).unwrap();
+        let entry = |user| PosixACL::read_acl(&file).unwrap().get(Qualifier::User(user));
+        permit(false);
+        assert_eq!(entry(USER), Some(ACL_READ));
+        permit(true);
+        assert_eq!(entry(USER), Some(ACL_READ | ACL_WRITE));
+        assert_eq!(entry(USER + 1), None);
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o707, 0o600, "the owner's and others' are unchanged");
+        // What all users may do needs no entry.
+        fs::set_permissions(host.path("own/file"), fs::Permissions::from_mode(0o644)).unwrap();
+        JailPath { path: host.path("own/file"), is_writable: false, has_devices: false }.permit(USER + 1).unwrap();
+        assert_eq!(PosixACL::read_acl(host.path("own/file")).unwrap().get(Qualifier::User(USER + 1)), None);
+    }
+}

@@ -1,0 +1,224 @@
+//! Each QEMU of root runs as the user of its VM, in a jail with the files of this VM.
+
+use crate::common::protector::{Protector, crash, restore, store, wait_filled};
+use crate::common::served::{READ, digest, image, read, section, server};
+use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
+use posix_acl::{ACL_READ, ACL_WRITE, PosixACL, Qualifier};
+use rekindle_kernel::confinement::status::Rights;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+/// Returns the user of a QEMU, and asserts that it has no rights but those of this user.
+fn lab() -> Lab {
+    let lab = Lab::new();
+    lab.configure_host("qemu_own_user = true");
+    lab
+}
+
+#[track_caller]
+fn user(guest: &Guest<'_>) -> u32 {
+    let qemu = guest.single_qemu();
+    let process = Path::new("/proc").join(qemu.process.pid.to_string());
+    let rights = Rights::of(qemu.process).unwrap();
+    assert_eq!(rights.capabilities, 0, "{rights:?}");
+    let status = fs::read_to_string(process.join("status")).unwrap();
+    assert!(status.contains("NoNewPrivs:\t1"), "{status}");
+    let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
+    let numbers: Vec<u32> =
+        ids.iter().flat_map(|line| line.split_whitespace().skip(1)).map(|id| id.parse().unwrap()).collect();
+    assert!(numbers.len() == 8 && numbers.iter().all(|number| *number == numbers[0]), "{ids:?}");
+    assert_ne!(numbers[0], 0);
+    // The files of the host do not exist for it.
+    let root = process.join("root");
+    let definition = guest.lab.path(&format!("{}.toml", guest.name));
+    assert!(definition.exists() && root.join("usr/bin").exists());
+    assert!(!root.join(definition.strip_prefix("/").unwrap()).exists());
+    numbers[0]
+}
+
+#[test]
+fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
+    let lab = lab();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("jailed").key(&format!("qemu = {:?}", qemu_old())).section(&section(&path, "")).boot(&[]);
+    let first = user(&guest);
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    guest.touch("24M");
+    let boot = guest.boot_id();
+    for qemu in [qemu_new(), qemu_newest()] {
+        guest.warm(&["--qemu", qemu.to_str().unwrap()]);
+        assert_eq!(user(&guest), first);
+        guest.verify();
+    }
+    assert_eq!(guest.boot_id(), boot);
+
+    // A server that was restarted is reached through the same directory.
+    let killed = server(&guest).expect("a server");
+    killed.kill().unwrap();
+    wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+
+    let store = store(&lab, "jailed");
+    let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "2"]);
+    assert!(protector.child.wait().unwrap().success());
+    crash(&guest);
+    restore(&guest, &store, &[]);
+    wait_filled(&guest);
+    assert_eq!((user(&guest), guest.boot_id()), (first, boot.clone()));
+    guest.verify();
+
+    guest.reboot("saved", &[]).ok();
+    assert_eq!((user(&guest), guest.boot_id()), (first, boot.clone()));
+    guest.verify();
+    guest.reboot("cold", &[]).ok();
+    guest.wait_ready();
+    assert_ne!(guest.boot_id(), boot);
+    assert_eq!(user(&guest), first);
+    guest.assert_sound();
+    guest.rekindle(&["stop", "--now"]).ok();
+    // Started again, it is the same user.
+    lab.rekindle(["run", lab.path("jailed.toml").to_str().unwrap(), "--newest-disk"]).ok();
+    assert_eq!(user(&guest), first);
+    guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
+    let lab = lab();
+    let [kernel, initrd] = ["kernel", "initrd"].map(|name| lab.path(name));
+    let (original_kernel, original_initrd) = lab.image();
+    fs::copy(original_kernel, &kernel).unwrap();
+    fs::copy(original_initrd, &initrd).unwrap();
+    let [written, readonly] = ["written.raw", "readonly.raw"].map(|name| lab.path(name));
+    for disk in [&written, &readonly] {
+        fs::File::create(disk).unwrap().set_len(16 << 20).unwrap();
+    }
+    for file in [&kernel, &initrd, &written, &readonly] {
+        fs::set_permissions(file, fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    let definition = lab.path("files.toml");
+    let text = format!(
+        "name = \"files\"\nmemory = \"128M\"\nqemu = {:?}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\nappend = \"console=ttyS0\"\n\
+         [[disk]]\npath = {written:?}\nserver = false\n[[disk]]\npath = {readonly:?}\nserver = false\nreadonly = true\n",
+        qemu_new()
+    );
+    fs::write(&definition, text).unwrap();
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    let guest = lab.vm("files").net(Net::None).guest();
+    let user = user(&guest);
+    let entry = |file: &Path| PosixACL::read_acl(file).unwrap().get(Qualifier::User(user));
+    for (file, permissions) in
+        [(&kernel, ACL_READ), (&initrd, ACL_READ), (&written, ACL_READ | ACL_WRITE), (&readonly, ACL_READ)]
+    {
+        assert_eq!(entry(file), Some(permissions), "{}", file.display());
+        let metadata = fs::metadata(file).unwrap();
+        assert_eq!((metadata.uid(), metadata.gid(), metadata.mode() & 0o707), (0, 0, 0o600));
+    }
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+#[test]
+fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
+    let lab = Lab::new();
+    let path = image(&lab, "disk.raw");
+    let guest = lab.vm("changed").section(&section(&path, "")).boot(&[]);
+    let served_by = server(&guest).expect("a server");
+    lab.rekindle(["doctor"]).prints(&["QEMU runs as root: changed", "qemu_own_user"]);
+    lab.configure_host("qemu_own_user = [\"changed\"]");
+    guest.warm(&[]);
+    user(&guest);
+    assert_eq!(server(&guest), Some(served_by));
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    lab.rekindle(["doctor"]).prints(&["each QEMU of Rekindle's VMs runs as a user of its own"]);
+    // And back.
+    lab.configure_host("");
+    guest.warm(&[]);
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    guest.assert_sound();
+    guest.rekindle(&["stop", "--now"]).ok();
+}
+
+#[test]
+fn an_image_with_a_backing_file_is_rejected() {
+    let lab = lab();
+    let [base, image] = ["base.qcow2", "disk.qcow2"].map(|name| lab.path(name));
+    let qemu_img = |arguments: &[&str]| {
+        let made = std::process::Command::new("qemu-img").args(arguments).output().unwrap();
+        assert!(made.status.success(), "{made:?}");
+    };
+    qemu_img(&["create", "-q", "-f", "qcow2", base.to_str().unwrap(), "16M"]);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", base.to_str().unwrap(), "-F", "qcow2", image.to_str().unwrap()]);
+    let section = format!("[[disk]]\npath = {image:?}\nformat = \"qcow2\"\nserver = false");
+    let definition = lab.vm("layered").net(Net::None).section(&section).write();
+    let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
+    refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_own_user"]);
+}
+
+/// Starts a VM whose QEMU is a program that first attempts to reach what belongs to the host and to another VM, and
+/// returns what has succeeded.
+fn attempts(lab: &Lab, name: &str, victim: &Guest<'_>) -> Vec<String> {
+    let directory = lab.path(&format!("{name}-program"));
+    fs::create_dir_all(directory.join("bin")).unwrap();
+    let program = directory.join("bin/qemu-system-x86_64");
+    let target = victim.single_qemu().process.pid;
+    let script = include_str!("stand_in_qemu.py")
+        .replace("{QEMU}", qemu_new().to_str().unwrap())
+        .replace("{VICTIM_RUN}", victim.file("").to_str().unwrap())
+        .replace("{VICTIM_PID}", &target.to_string())
+        .replace("{VICTIM_DISK}", lab.path("victim.raw").to_str().unwrap())
+        .replace("{VICTIM_DEFINITION}", lab.path("victim.toml").to_str().unwrap());
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = image(lab, &format!("{name}.raw"));
+    let guest = lab.vm(name).net(Net::None).key(&format!("qemu = {program:?}")).section(&section(&path, "")).start(&[]);
+    let log = fs::read_to_string(guest.file("vmm-1/qemu.log")).unwrap();
+    guest.rekindle(&["stop", "--now"]).ok();
+    assert!(log.contains("all attempts made"), "{log}");
+    log.lines().filter_map(|line| line.strip_prefix("reached ")).map(str::to_owned).collect()
+}
+
+#[test]
+fn a_program_in_place_of_qemu_reaches_nothing_of_the_host_and_of_other_vms() {
+    let lab = lab();
+    let path = image(&lab, "victim.raw");
+    let victim = lab.vm("victim").section(&section(&path, "")).boot(&[]);
+    assert_eq!(attempts(&lab, "hostile", &victim), Vec::<String>::new());
+    victim.assert_sound();
+    // As root, it reaches everything: the attempts are real.
+    lab.configure_host("qemu_own_user = [\"victim\"]");
+    let reached = attempts(&lab, "root", &victim);
+    let expected = include_str!("stand_in_qemu.py").matches("@attempt").count();
+    assert_eq!(reached.len(), expected, "{reached:?}");
+    victim.assert_sound();
+    victim.rekindle(&["stop", "--now"]).ok();
+}
+
+#[test]
+fn a_file_that_the_user_cannot_use_is_named() {
+    let lab = lab();
+    let guest = lab.vm("named").net(Net::None).start(&[]);
+    user(&guest);
+    guest.rekindle(&["stop", "--now"]).ok();
+    // A file system without access control lists.
+    let directory = lab.path("no-lists");
+    fs::create_dir(&directory).unwrap();
+    let mounted = std::process::Command::new("mount").args(["-t", "ramfs", "none"]).arg(&directory).status().unwrap();
+    assert!(mounted.success());
+    let disk = directory.join("disk.raw");
+    fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
+    fs::set_permissions(&disk, fs::Permissions::from_mode(0o600)).unwrap();
+    let definition = lab
+        .vm("unusable")
+        .net(Net::None)
+        .section(&format!("[[disk]]\npath = {disk:?}\nserver = false\ncache = \"writeback\""))
+        .write();
+    let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
+    let unmounted = std::process::Command::new("umount").arg(&directory).status().unwrap();
+    assert!(unmounted.success());
+    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "remove VM unusable from qemu_own_user"]);
+}

@@ -1,0 +1,313 @@
+//! The user that the QEMU of a VM runs as, and the files that exist for it.
+//!
+//! A VM of root that `host.toml` lists has a user of its own: a number, recorded in a directory that survives a reboot of the
+//! host, without an entry in `/etc/passwd`. An attacker that controls its QEMU is then this user, in a [`Jail`] with the
+//! files of its VM and the programs of the host.
+//!
+//! ```text
+//! RUNDIR          root:GROUP 0710   search only: the sockets of disk servers have the group
+//! RUNDIR/vmm-N    root:GROUP 1770   QEMU makes its sockets there; log and lock stay root's
+//!                            1710   from its greeting on
+//! RAM, console    USER              files of Rekindle's own
+//! images, kernel  as they are       an entry in the access control list, if one is needed
+//! ```
+
+use crate::host::{Host, HostError};
+use crate::restore_rules::images_below;
+use crate::rundir::{RunDir, sync_directory};
+use rekindle_kernel::jail::{Jail, JailPath};
+use rekindle_kernel::process::Process;
+use rekindle_qemu::command::{Directory, Hardware};
+use rekindle_qemu::used_files;
+use std::fs::{self, DirBuilder, OpenOptions, Permissions};
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+
+/// Users of VMs. systemd's list of user numbers leaves this range unused (UIDS-GIDS: 1879048192 to 2147483647).
+const USERS: RangeInclusive<u32> = 1_900_000_000..=1_900_065_535;
+/// Programs, libraries, firmware, and the configuration of name resolution. Permissions protect what is secret there.
+const SYSTEM: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc"];
+/// Where the resolver's configuration may be a link to, outside of [`SYSTEM`].
+const RESOLVER: &str = "/etc/resolv.conf";
+const DEVICES: [&str; 5] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", KVM];
+const KVM: &str = "/dev/kvm";
+/// Mode of the directory of a QEMU with a user of its own, while it starts.
+const OWN_USER_MODE: u32 = 0o1770;
+/// Directory, adjacent to the run directories, on which each QEMU mounts the root of its jail.
+const JAIL_ROOT: &str = ".jail";
+
+/// Why a QEMU cannot run as the user of its VM.
+#[derive(Debug, thiserror::Error)]
+pub enum QemuUserError {
+    /// The host's configuration cannot be used.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// The VM's user cannot be found or recorded.
+    #[error("{}: cannot find or record the user of VM {name}", directory.display())]
+    Registry {
+        /// The directory of the records.
+        directory: PathBuf,
+        /// Name of the VM.
+        name: String,
+        /// The error of the file system.
+        #[source]
+        source: io::Error,
+    },
+    /// All numbers are in use.
+    #[error(
+        "{}: all users for VMs are in use; remove the records of VMs that no longer exist, and their images: each record is a \
+         link to the VM's name",
+        directory.display()
+    )]
+    NoneFree {
+        /// The directory of the records.
+        directory: PathBuf,
+    },
+    /// A file cannot be given to the user.
+    #[error(
+        "{}: QEMU's user {user} cannot use it; use a file system with access control lists, or remove VM {name} from \
+         qemu_own_user in host.toml: its QEMU then runs as root",
+        path.display()
+    )]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Name of the VM.
+        name: String,
+        /// Number of the user.
+        user: u32,
+        /// The error of the file system.
+        #[source]
+        source: io::Error,
+    },
+    /// The user would need files that nothing but the image names.
+    #[error(
+        "{} has a backing file, {}: a QEMU with a user of its own cannot have one, because an attacker could name any file \
+         there; convert the image (qemu-img convert), or remove the VM from qemu_own_user in host.toml",
+        path.display(), backing.display()
+    )]
+    Backing {
+        /// The image.
+        path: PathBuf,
+        /// The file that its header names.
+        backing: PathBuf,
+    },
+}
+
+/// Returns the user of the VM `name`, who also is a group of the same number; the VM gets one if it has none. `None` if
+/// QEMU runs as the calling user: that is not root, or `host.toml` does not list the VM.
+///
+/// *Needs:* the operation lock of the VM, or that the VM has a user.
+///
+/// # Errors
+/// [`QemuUserError`], except `File`.
+pub fn of_vm(name: &str) -> Result<Option<u32>, QemuUserError> {
+    let host = Host::open()?;
+    let Some(directory) = host.qemu_users(name) else { return Ok(None) };
+    let failed = |source| QemuUserError::Registry { directory: directory.to_owned(), name: name.to_owned(), source };
+    match user_in(directory, name).map_err(failed)? {
+        Some(user) => Ok(Some(user)),
+        None => Err(QemuUserError::NoneFree { directory: directory.to_owned() }),
+    }
+}
+
+/// Finds the record of the VM, or makes one. A record is a link from the number to the name: made in one step, and by one
+/// process only. `None`: all numbers are in use.
+fn user_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
+    DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+    let mut used = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let Some(number) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        if fs::read_link(entry.path()).is_ok_and(|target| target == Path::new(name)) && USERS.contains(&number) {
+            return Ok(Some(number));
+        }
+        used.push(number);
+    }
+    for number in USERS.filter(|number| !used.contains(number)) {
+        match symlink(name, directory.join(number.to_string())) {
+            // Another process has made it meanwhile, maybe for this VM.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                if fs::read_link(directory.join(number.to_string()))? == Path::new(name) {
+                    return Ok(Some(number));
+                }
+            }
+            made => {
+                made?;
+                sync_directory(directory)?;
+                return Ok(Some(number));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Gives the user of a VM what the QEMU in `directory` needs, and returns the jail for it.
+///
+/// *Needs:* the operation lock of the VM; RAM files that exist.
+/// *On failure:* nothing was started. Permissions that were given remain.
+///
+/// # Errors
+/// [`QemuUserError::File`].
+pub fn prepare_jail(
+    user: u32,
+    rundir: &RunDir,
+    directory: &Directory,
+    hardware: &Hardware,
+    program: &Path,
+) -> Result<Jail, QemuUserError> {
+    let at = |path: &Path| {
+        let (path, name) = (path.to_owned(), rundir.name().to_owned());
+        move |source| QemuUserError::File { path, name, user, source }
+    };
+    let set_group = |path: &Path, mode| {
+        chown(path, None, Some(user))
+            .and_then(|()| fs::set_permissions(path, Permissions::from_mode(mode)))
+            .map_err(at(path))
+    };
+    set_group(rundir.path(), 0o710)?;
+    set_group(&directory.0, OWN_USER_MODE)?;
+    let console_log = rundir.console_log();
+    let mut options = OpenOptions::new();
+    options.create(true).append(true).mode(0o600).open(&console_log).map_err(at(&console_log))?;
+    chown(&console_log, Some(user), Some(user)).map_err(at(&console_log))?;
+
+    let root = rundir.path().with_file_name(JAIL_ROOT);
+    match DirBuilder::new().mode(0o700).create(&root) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(at(&root)(e)),
+        _ => {}
+    }
+    let path = |path: &Path, is_writable| JailPath { path: path.to_owned(), is_writable, has_devices: false };
+    let mut paths = system_paths(program, rundir.path());
+    let served: Vec<_> = hardware.disks.iter().filter(|disk| disk.server).collect();
+    if !served.is_empty() {
+        paths.push(path(rundir.path(), false));
+    }
+    for disk in served {
+        // A server that was started before the VM had a user.
+        let socket = directory.disk(&disk.id);
+        set_group(&socket, 0o660)?;
+    }
+    paths.push(path(&directory.0, true));
+    paths.push(path(&console_log, true));
+    for (ram, _) in hardware.ram_files() {
+        let file_type = fs::metadata(&ram).map_err(at(&ram))?.file_type();
+        let jail_path = JailPath { has_devices: !file_type.is_file(), ..path(&ram, true) };
+        if file_type.is_file() { chown(&ram, Some(user), Some(user)) } else { jail_path.permit(user) }
+            .map_err(at(&ram))?;
+        paths.push(jail_path);
+    }
+    for disk in hardware.disks.iter().filter(|disk| !disk.server && disk.format == "qcow2") {
+        if let Some(backing) = images_below(&disk.path).into_iter().next() {
+            return Err(QemuUserError::Backing { path: disk.path.clone(), backing });
+        }
+    }
+    for used in used_files::of(hardware) {
+        // QEMU names a file that is missing. A directory above the run directory would have more than this VM.
+        let Ok(metadata) = fs::metadata(&used.path) else { continue };
+        if rundir.path().starts_with(&used.path) {
+            continue;
+        }
+        let has_devices = metadata.file_type().is_block_device() || metadata.file_type().is_char_device();
+        let jail_path = JailPath { has_devices, ..path(&used.path, used.is_written) };
+        jail_path.permit(user).map_err(at(&used.path))?;
+        if used.is_written || !is_below_any(&used.path, &SYSTEM) {
+            paths.push(jail_path);
+        }
+    }
+    // Group 0 has rights in many places.
+    let groups = fs::metadata(KVM).ok().filter(|kvm| kvm.mode() & 0o66 == 0o60 && kvm.gid() != 0).map(|kvm| kvm.gid());
+    Ok(Jail { user, group: user, groups: groups.into_iter().collect(), root, paths })
+}
+
+/// Lets QEMU make no more files in its directory. *Needs:* a QEMU that has greeted, so that its sockets exist.
+///
+/// # Errors
+/// Errors of `chmod(2)`.
+pub fn seal(directory: &Directory) -> io::Result<()> {
+    let mode = fs::metadata(&directory.0)?.mode() & 0o7777;
+    if mode == OWN_USER_MODE { fs::set_permissions(&directory.0, Permissions::from_mode(0o1710)) } else { Ok(()) }
+}
+
+/// Returns the processes of the VM's own user in a jail of this VM. With another directory of records, another VM may have a
+/// user of the same number.
+///
+/// # Errors
+/// [`QemuUserError`], except `File`.
+pub fn processes(rundir: &RunDir) -> Result<Vec<Process>, QemuUserError> {
+    let Some(user) = of_vm(rundir.name())? else { return Ok(Vec::new()) };
+    let relative = rundir.path().strip_prefix("/").unwrap_or(rundir.path());
+    let is_in_jail = |process: &Path| process.join("root").join(relative).exists();
+    let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = numbers.filter(|entry| entry.metadata().is_ok_and(|process| process.uid() == user));
+    let numbers = numbers.filter(|entry| is_in_jail(&entry.path()));
+    let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    Ok(numbers.filter_map(|number| Process::of(number).ok()).collect())
+}
+
+/// Returns what every QEMU needs: the programs of the host, `program` if it is elsewhere, and devices without content.
+fn system_paths(program: &Path, rundir: &Path) -> Vec<JailPath> {
+    let real_program = fs::canonicalize(program).unwrap_or_else(|_| program.to_owned());
+    let resolver = fs::canonicalize(RESOLVER).ok();
+    // A user of a VM cannot enter the directories above its run directory.
+    let prefix = prefix(&real_program).filter(|prefix| !rundir.starts_with(prefix)).unwrap_or(&real_program);
+    let elsewhere = [Some(prefix), Some(program), resolver.as_deref()];
+    let elsewhere = elsewhere.into_iter().flatten().filter(|path| !is_below_any(path, &SYSTEM));
+    let read = SYSTEM.iter().map(Path::new).chain(elsewhere);
+    let read = read.map(|path| JailPath { path: path.to_owned(), is_writable: false, has_devices: false });
+    let devices = DEVICES.iter().map(|path| JailPath { path: path.into(), is_writable: true, has_devices: true });
+    read.chain(devices).filter(|path| path.path.exists()).collect()
+}
+
+/// Returns the directory with a program, its libraries and its firmware: what `bin` is in.
+fn prefix(program: &Path) -> Option<&Path> {
+    let directory = program.parent()?;
+    let prefix = if directory.ends_with("bin") { directory.parent()? } else { directory };
+    (prefix != Path::new("/")).then_some(prefix)
+}
+
+fn is_below_any(path: &Path, directories: &[&str]) -> bool {
+    directories.iter().any(|directory| path.starts_with(directory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_vm_keeps_a_user_of_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let users = directory.path().join("users");
+        let first = user_in(&users, "web").unwrap().unwrap();
+        let second = user_in(&users, "db").unwrap().unwrap();
+        assert_ne!(first, second);
+        assert_eq!(user_in(&users, "web").unwrap(), Some(first));
+        // A record that this version did not make takes no number from another VM.
+        symlink("web", users.join("4000000000")).unwrap();
+        assert_eq!(user_in(&users, "web").unwrap(), Some(first));
+    }
+
+    #[test]
+    fn vms_that_start_together_get_different_users() {
+        let directory = tempfile::tempdir().unwrap();
+        let users: Vec<_> = std::thread::scope(|scope| {
+            let path = directory.path();
+            let threads: Vec<_> =
+                (0..8).map(|n| scope.spawn(move || user_in(path, &format!("vm{n}")).unwrap().unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let different: std::collections::BTreeSet<_> = users.iter().collect();
+        assert_eq!(different.len(), users.len());
+    }
+
+    #[test]
+    fn a_program_elsewhere_has_its_files_around_it() {
+        assert_eq!(prefix(Path::new("/opt/qemu/bin/qemu-system-x86_64")), Some(Path::new("/opt/qemu")));
+        assert_eq!(prefix(Path::new("/opt/qemu/qemu-system-x86_64")), Some(Path::new("/opt/qemu")));
+        assert_eq!(prefix(Path::new("/qemu-system-x86_64")), None, "not all of the host");
+        let around = system_paths(Path::new("/srv/qemu-system-x86_64"), Path::new("/srv/run/web"));
+        assert!(!around.iter().any(|path| path.path == Path::new("/srv")), "{around:?}");
+    }
+}
