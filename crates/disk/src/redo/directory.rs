@@ -9,7 +9,7 @@ use super::files::{FileStart, LogFiles};
 use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
-use crate::slots::{CHECKSUM_BYTES, SlotRecord, newest_slot, slot_offset, write_slot};
+use crate::slots::{CHECKSUM_BYTES, SlotRecord, confirm_newest, newest_slot, slot_offset, write_slot};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -174,6 +174,7 @@ impl<D: LogFiles> LogDirectory<D> {
             None if has_segments => Err(damaged()),
             None => Ok(None),
             Some(CountedState { count, state }) => {
+                confirm_newest(&state_file, &slots, count).map_err(failed("making its state durable"))?;
                 Ok(Some(Self { files, state_file, state, count, rewound: None, _claim: claim }))
             }
         }
