@@ -57,6 +57,13 @@ fn foreign_file(files: &impl LogFiles, name: &str) -> RedoError {
     RedoError::ForeignFile { path, target, name: name.into() }
 }
 
+/// Returns the last epoch of a log that may have a segment: the current epoch, `current`, and the one after it may have
+/// segments, which are empty when the log ends.
+#[must_use]
+pub fn last_used_epoch(current: u64) -> u64 {
+    current + 1
+}
+
 /// The directory of an open log: its state, its segment files and the lock.
 #[derive(Debug)]
 pub struct LogDirectory<D: LogFiles> {
@@ -323,9 +330,12 @@ impl<D: LogFiles> LogDirectory<D> {
     }
 
     /// Records that the log is about to end: the image has all writes of the log, and may become newer than each of
-    /// its epochs. `next`: the current epoch. It and the epoch after it may have segments, which are empty.
-    pub fn close(&mut self, next: u64) -> Result<(), RedoError> {
-        let last_used = next + 1;
+    /// its epochs. `last_used`: see [`last_used_epoch`].
+    ///
+    /// # Errors
+    /// After [`RedoError::Io`] the state may name the epochs up to `last_used` as merged after a restart, so nothing may
+    /// be written to them any more.
+    pub fn close(&mut self, last_used: u64) -> Result<(), RedoError> {
         self.record(|state| {
             state.floor = state.floor.max(last_used);
             state.merged = state.merged.max(last_used);
