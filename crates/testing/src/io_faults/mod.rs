@@ -1,9 +1,9 @@
 //! Real files whose changes and syncs fail: `ENOSPC` or `EIO` from the N-th system call on, or only once. Also what a
 //! power failure leaves of these files.
 //!
-//! [`with_faults`] runs a scenario in a thread under a seccomp filter. The kernel stops the thread, and every thread
-//! that it starts, before each system call that changes or syncs a file, and notifies the [`supervisor`], which lets the
-//! call pass or fails it. So the code under test needs no layer of its own, and raw system calls are seen, too.
+//! [`FaultyFiles::supervise`] puts a thread under a seccomp filter. The kernel stops the thread, and every thread that it
+//! starts, before each system call that changes or syncs a file, and notifies the [`supervisor`], which lets the call
+//! pass or fails it. So the code under test needs no layer of its own, and raw system calls are seen, too.
 //!
 //! | class | system calls | `ENOSPC` | `EIO` |
 //! |---|---|---|---|
@@ -21,6 +21,7 @@
 
 mod supervisor;
 
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -95,7 +96,7 @@ struct FilesState {
     /// The files are changed by this module: nothing is recorded, and nothing fails.
     is_paused: bool,
     /// Contents at the last sync.
-    durable_contents: HashMap<FileId, Vec<u8>>,
+    durable_contents: HashMap<FileId, Content>,
     /// Names that were added since the last sync of their directory, in this order.
     volatile_names: Vec<PathBuf>,
 }
@@ -117,25 +118,15 @@ pub struct FaultyFiles {
     state: Arc<Mutex<FilesState>>,
 }
 
-/// Runs `scenario` in a thread of its own. Its changes and syncs of files below `directory` can fail, also those of the
-/// threads that it starts.
+/// Runs `scenario` in a supervised thread of its own, with the files below `directory`.
 ///
 /// # Panics
-/// If `scenario` panics, if `directory` has a symbolic link in its path, or if the kernel has no seccomp notifications.
+/// If `scenario` panics, and as [`FaultyFiles::new`] and [`FaultyFiles::supervise`].
 pub fn with_faults<T: Send>(directory: &Path, scenario: impl FnOnce(&FaultyFiles) -> T + Send) -> T {
-    assert_eq!(fs::canonicalize(directory).unwrap(), directory, "the kernel reports paths without symbolic links");
-    let files = FaultyFiles { directory: directory.to_owned(), state: Arc::default() };
-    let (listener_sender, listener) = std::sync::mpsc::channel();
-    let supervised = files.clone();
-    // Started here, so that the supervisor itself has no filter. It ends with the last thread that has the filter.
-    thread::spawn(move || {
-        if let Ok(listener) = listener.recv() {
-            supervisor::run(&listener, &supervised);
-        }
-    });
+    let files = FaultyFiles::new(directory);
     thread::scope(|scope| {
         let scenario = scope.spawn(|| {
-            listener_sender.send(supervisor::install_filter().unwrap()).unwrap();
+            files.supervise();
             scenario(&files)
         });
         scenario.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -143,6 +134,32 @@ pub fn with_faults<T: Send>(directory: &Path, scenario: impl FnOnce(&FaultyFiles
 }
 
 impl FaultyFiles {
+    /// Returns the files below `directory`, which work until a fault starts.
+    ///
+    /// # Panics
+    /// If `directory` has a symbolic link in its path.
+    #[must_use]
+    pub fn new(directory: &Path) -> Self {
+        assert_eq!(fs::canonicalize(directory).unwrap(), directory, "the kernel reports paths without symbolic links");
+        Self { directory: directory.to_owned(), state: Arc::default() }
+    }
+
+    /// Lets calls of this thread fail from now on, and those of the threads that it starts.
+    ///
+    /// # Panics
+    /// If the kernel has no seccomp notifications.
+    pub fn supervise(&self) {
+        let (listener_sender, listener) = std::sync::mpsc::channel();
+        let files = self.clone();
+        // Started before, so that the supervisor itself has no filter. It ends with the last thread that has the filter.
+        thread::spawn(move || {
+            if let Ok(listener) = listener.recv() {
+                supervisor::run(&listener, &files);
+            }
+        });
+        listener_sender.send(supervisor::install_filter().unwrap()).unwrap();
+    }
+
     fn state(&self) -> MutexGuard<'_, FilesState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -153,6 +170,7 @@ impl FaultyFiles {
         let mut state = self.state();
         (state.fault, state.counted) = (Some(fault), 0);
         state.failed.clear();
+        state.volatile_names.clear();
     }
 
     /// Ends the fault: the disk works again. Returns the calls that have failed.
@@ -168,17 +186,23 @@ impl FaultyFiles {
         self.state().failed.clone()
     }
 
-    /// Records that everything is durable, for a flush by `io_uring`, which is not seen here.
+    /// Returns whether the disk is full now, and stays full.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let state = self.state();
+        state.fault.is_some_and(|fault| fault.kind == FaultKind::NoSpace) && !state.failed.is_empty()
+    }
+
+    /// Records that the contents of all files are durable, for a flush by `io_uring`, which is not seen here.
     pub fn note_flush(&self) {
-        self.change_files(|| {
-            let mut contents = HashMap::new();
-            for path in files_below(&self.directory) {
-                contents.insert(file_id(&path).unwrap(), fs::read(&path).unwrap());
+        let mut contents = HashMap::new();
+        for path in files_below(&self.directory) {
+            // Another thread may remove the file now.
+            if let (Ok(id), Ok(content)) = (file_id(&path), Content::read(&path)) {
+                contents.insert(id, content);
             }
-            let mut state = self.state();
-            state.durable_contents = contents;
-            state.volatile_names.clear();
-        });
+        }
+        self.state().durable_contents = contents;
     }
 
     /// Leaves of the files what a power failure leaves. No other thread may use them now.
@@ -192,8 +216,8 @@ impl FaultyFiles {
             for path in files_below(&self.directory) {
                 let id = file_id(&path).unwrap();
                 let durable = self.state().durable_contents.get(&id).cloned().unwrap_or_default();
-                if fs::read(&path).unwrap() != durable {
-                    restore(&path, &durable).unwrap();
+                if Content::read(&path).unwrap() != durable {
+                    durable.restore(&path).unwrap();
                 }
             }
         });
@@ -256,7 +280,7 @@ impl FilesState {
     fn note_sync(&mut self, call: &Call) {
         if call.path.is_dir() {
             self.volatile_names.retain(|name| name.parent() != Some(&call.path));
-        } else if let (Ok(id), Ok(content)) = (file_id(&call.open_path), fs::read(&call.open_path)) {
+        } else if let (Ok(id), Ok(content)) = (file_id(&call.open_path), Content::read(&call.open_path)) {
             self.durable_contents.insert(id, content);
         }
     }
@@ -264,7 +288,7 @@ impl FilesState {
     /// Restores the content that a file had at its last sync.
     fn lose_unsynced(&self, path: &Path) {
         let Ok(id) = file_id(path) else { return };
-        restore(path, self.durable_contents.get(&id).map_or(&[], |content| content)).unwrap();
+        self.durable_contents.get(&id).unwrap_or(&Content::default()).restore(path).unwrap();
     }
 }
 
@@ -272,21 +296,39 @@ fn file_id(path: &Path) -> io::Result<FileId> {
     fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Writes `content` to a file and zeros after it. The length stays, as far as it is enough.
-fn restore(path: &Path, content: &[u8]) -> io::Result<()> {
-    let file = OpenOptions::new().write(true).open(path)?;
-    let length = file.metadata()?.len();
-    file.write_all_at(content, 0)?;
-    if length > content.len() as u64 {
-        zero_end(&file, content.len() as u64, length)?;
-    }
-    Ok(())
+/// The content of a file, without its holes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Content {
+    /// Offset and bytes.
+    pieces: Vec<(u64, Vec<u8>)>,
 }
 
-/// Replaces the bytes of a file from `start` on by zeros.
-fn zero_end(file: &File, start: u64, length: u64) -> io::Result<()> {
-    file.set_len(start)?;
-    file.set_len(length)
+impl Content {
+    fn read(path: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let mut pieces = Vec::new();
+        let mut end = 0;
+        loop {
+            let start = match seek(&file, SeekFrom::Data(end)) {
+                Err(Errno::NXIO) => return Ok(Self { pieces }),
+                start => start?,
+            };
+            end = seek(&file, SeekFrom::Hole(start))?;
+            let mut bytes = vec![0; (end - start) as usize];
+            file.read_exact_at(&mut bytes, start)?;
+            pieces.push((start, bytes));
+        }
+    }
+
+    /// Restores the content of a file. Everything else becomes zero, and the length stays, as far as it is enough.
+    fn restore(&self, path: &Path) -> io::Result<()> {
+        let file = OpenOptions::new().write(true).open(path)?;
+        let length = file.metadata()?.len();
+        if length > 0 {
+            fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, length)?;
+        }
+        self.pieces.iter().try_for_each(|(offset, bytes)| file.write_all_at(bytes, *offset))
+    }
 }
 
 /// Returns the regular files below a directory.
