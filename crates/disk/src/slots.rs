@@ -3,6 +3,7 @@
 //! Each change is written to the older slot, with a count and a checksum, so that a crash at any moment leaves one of
 //! the two records. The redo log (`docs/disk-epochs.md`, Files) and the overlays of a disk keep their state like this.
 
+use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -63,6 +64,24 @@ pub fn write_slot<S: SlotRecord>(state: &S, count: u64) -> io::Result<Buffer> {
     let (body, sum) = page.split_at_mut(SLOT_BYTES as usize - CHECKSUM_BYTES);
     sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
     Ok(page)
+}
+
+/// Makes the newest record of a file durable, before anything is done that relies on it. `slots`: the content of the file;
+/// `count`: of the newest record.
+///
+/// The process that wrote the record may have ended, or its sync may have failed, before the record was durable. After
+/// a failed sync the next one may succeed without writing anything, so the record is written again.
+///
+/// # Errors
+/// Errors of writing and syncing. Either of the two records is then the newest after a power failure, as before.
+pub fn confirm_newest(file: &impl DurableFile, slots: &[u8], count: u64) -> io::Result<()> {
+    let offset = slot_offset(count);
+    let slot = slots.get(offset as usize..(offset + SLOT_BYTES) as usize).ok_or(io::ErrorKind::InvalidData)?;
+    match file.write_at(slot, offset) {
+        // Some file systems need space also for bytes that a file has already. A guest must be able to start then.
+        Err(e) if e.kind() != io::ErrorKind::StorageFull => Err(e),
+        _ => file.sync(),
+    }
 }
 
 /// Returns the record in a slot, if the slot is valid.

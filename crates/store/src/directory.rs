@@ -212,7 +212,8 @@ fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
     }
     check_exclusive_links(disk)?;
     for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
-        disk.create_directory(directory).map_err(failed("creating a directory in it"))?;
+        disk.create_directory(directory)
+            .map_err(|e| StoreError::io(disk.name(), directory, "creating the directory", e))?;
     }
     disk.sync_directory("").map_err(failed("making the directory durable"))
 }

@@ -289,6 +289,9 @@ fn link_entry(
 /// the owner then, unless the error occurred while the claim was linked or made durable: the claim may be in the log.
 pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, LogTail)> {
     check_exclusive_links(&store.disk)?;
+    // The process that created the store may have ended, or failed, before the superblock's name was durable. Then a
+    // power failure would take the superblock, and with it all that is committed from now on.
+    store.disk.sync_directory("").map_err(store.failed("", "making the superblock durable"))?;
     for _ in 0..MAX_ATTEMPTS {
         let tail = tail(store)?;
         let owner = with_guest_epochs(store, owner, &tail)?;

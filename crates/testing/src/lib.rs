@@ -1,6 +1,6 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
 //! guest that were not started by Rekindle, QEMUs with the firmware alone, a private libvirt, clients of VNC and SPICE
-//! servers, traffic with a guest, loop devices, a hostile program, an object store, a disk in memory that can lose power, huge pages of the host, and waiting.
+//! servers, traffic with a guest, loop devices, a hostile program, an object store, a disk in memory that can lose power, real files whose changes fail, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
@@ -11,6 +11,7 @@ pub mod firmware;
 pub mod foreign;
 pub mod hostile;
 pub mod hugepages;
+pub mod io_faults;
 pub mod libvirt;
 pub mod loop_device;
 pub mod micro;

@@ -7,7 +7,7 @@ use super::threads::{Monitor, Threads};
 use super::{CurrentLog, Keeper, Tasks, no_log, refused};
 use crate::engine::refusal::Refusal;
 use crate::engine::visit::VisitEngine;
-use crate::redo::directory::LogDirectory;
+use crate::redo::directory::{LogDirectory, last_used_epoch};
 use crate::redo::error::{RedoError, error_chain};
 use crate::redo::files::LogFiles;
 use crate::redo::merge::{MergeTarget, merge};
@@ -179,7 +179,15 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                 return Err(Refusal("the guest wrote to the log while it was merged".into()));
             }
             let log_dir = current.log_dir.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
-            log_dir.close(next_epoch).map_err(|e| refused(&e))?;
+            let last_used = last_used_epoch(next_epoch);
+            if let Err(e) = log_dir.close(last_used) {
+                // The log continues. After a restart, writes in epochs that count as merged would be ignored.
+                engine.visit(move |view| {
+                    view.log.iter_mut().for_each(|engine_log| engine_log.log.reopen_after(last_used));
+                    Ok(())
+                })?;
+                return Err(refused(&e));
+            }
             if let Some(Err(e)) = current.log_dir.take().map(LogDirectory::destroy) {
                 // All writes of the remaining files are in the image, and none of the epochs can be opened.
                 tracing::warn!("{}", error_chain(&e));

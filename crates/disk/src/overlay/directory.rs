@@ -8,7 +8,7 @@
 use super::OverlayError;
 use super::state::{FIRST_EPOCH, OverlayState};
 use crate::redo::files::LogFiles;
-use crate::slots::{Counted, SLOT_BYTES, newest_slot, slot_offset, write_slot};
+use crate::slots::{Counted, SLOT_BYTES, confirm_newest, newest_slot, slot_offset, write_slot};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use std::io;
@@ -126,7 +126,10 @@ impl<D: LogFiles> OverlayDirectory<D> {
         match newest.map_err(|found| OverlayError::NewerFormat { path: files.path().to_owned(), found })? {
             None if has_overlays => Err(damaged()),
             None => Ok(None),
-            Some(Counted { count, state }) => Ok(Some(Self { files, state_file, state, count, _claim: claim })),
+            Some(Counted { count, state }) => {
+                confirm_newest(&state_file, &slots, count).map_err(failed(&files, "making its state durable"))?;
+                Ok(Some(Self { files, state_file, state, count, _claim: claim }))
+            }
         }
     }
 

@@ -9,7 +9,7 @@ use super::files::{FileStart, LogFiles};
 use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
-use crate::slots::{CHECKSUM_BYTES, SlotRecord, newest_slot, slot_offset, write_slot};
+use crate::slots::{CHECKSUM_BYTES, SlotRecord, confirm_newest, newest_slot, slot_offset, write_slot};
 use rekindle_kernel::durable_file::DurableFile;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -55,6 +55,13 @@ fn foreign_file(files: &impl LogFiles, name: &str) -> RedoError {
     let path = files.path().to_owned();
     let target = std::fs::read_link(&path).ok();
     RedoError::ForeignFile { path, target, name: name.into() }
+}
+
+/// Returns the last epoch of a log that may have a segment: the current epoch, `current`, and the one after it may have
+/// segments, which are empty when the log ends.
+#[must_use]
+pub fn last_used_epoch(current: u64) -> u64 {
+    current + 1
 }
 
 /// The directory of an open log: its state, its segment files and the lock.
@@ -174,6 +181,7 @@ impl<D: LogFiles> LogDirectory<D> {
             None if has_segments => Err(damaged()),
             None => Ok(None),
             Some(CountedState { count, state }) => {
+                confirm_newest(&state_file, &slots, count).map_err(failed("making its state durable"))?;
                 Ok(Some(Self { files, state_file, state, count, rewound: None, _claim: claim }))
             }
         }
@@ -322,9 +330,12 @@ impl<D: LogFiles> LogDirectory<D> {
     }
 
     /// Records that the log is about to end: the image has all writes of the log, and may become newer than each of
-    /// its epochs. `next`: the current epoch. It and the epoch after it may have segments, which are empty.
-    pub fn close(&mut self, next: u64) -> Result<(), RedoError> {
-        let last_used = next + 1;
+    /// its epochs. `last_used`: see [`last_used_epoch`].
+    ///
+    /// # Errors
+    /// After [`RedoError::Io`] the state may name the epochs up to `last_used` as merged after a restart, so nothing may
+    /// be written to them any more.
+    pub fn close(&mut self, last_used: u64) -> Result<(), RedoError> {
         self.record(|state| {
             state.floor = state.floor.max(last_used);
             state.merged = state.merged.max(last_used);

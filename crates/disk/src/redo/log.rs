@@ -525,6 +525,14 @@ impl<F: Clone> Log<F> {
         (self.closed, self.epoch) = (self.epoch, self.epoch + 1);
     }
 
+    /// Continues a closed log with epochs after `last`. The state may name the epochs up to `last` as merged.
+    ///
+    /// *Needs:* the log is empty, and no write is in progress.
+    pub fn reopen_after(&mut self, last: u64) {
+        (self.closed, self.epoch) = (self.closed.max(last), self.epoch.max(last + 1));
+        self.ready_segments = self.ready_segments.split_off(&self.epoch);
+    }
+
     /// Calls `call` once no write into an epoch up to `upto` is in progress, possibly immediately. `call` must not
     /// block.
     pub fn when_idle(&mut self, upto: u64, call: impl FnOnce() + Send + 'static) {

@@ -3,7 +3,7 @@
 //! The *redo log* has the writes of a protected guest that are not in the image yet. To *merge* is to copy them there.
 //! They are divided into *epochs*, one for each time between two checkpoints (`docs/disk-epochs.md`).
 
-use super::directory::{STATE_BYTES, STATE_NAME};
+use super::directory::{STATE_BYTES, STATE_NAME, last_used_epoch};
 use super::epoch_state::{CountedState, EpochState};
 use super::error::RedoError;
 use super::files::{LocalFiles, LogFiles, Synced};
@@ -194,7 +194,7 @@ pub fn merge_all(
         merge(&log_dir, &batch, &mut MergeTarget::new(image), || Ok(()))?;
     }
     if let Some(mut log_dir) = log_dir.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        log_dir.close(log.epoch())?;
+        log_dir.close(last_used_epoch(log.epoch()))?;
         log_dir.destroy()?;
     }
     Ok(Some(merged_epochs))

@@ -17,7 +17,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
@@ -116,11 +116,23 @@ impl Disk {
     }
 
     pub fn serve(&mut self, change: impl FnOnce(&mut Service)) {
+        self.serve_after(change, || ());
+    }
+
+    /// Starts the server. Its thread calls `prepare` before.
+    pub fn serve_after(&mut self, change: impl FnOnce(&mut Service), prepare: impl FnOnce() + Send + 'static) {
         let mut service = self.service();
         change(&mut service);
         let (ready, is_ready) = channel();
-        self.thread = Some(thread::spawn(move || serve(service, |_| ready.send(()).unwrap())));
-        is_ready.recv_timeout(DEADLINE).expect("the server begins");
+        self.thread = Some(thread::spawn(move || {
+            prepare();
+            serve(service, |_| ready.send(()).unwrap())
+        }));
+        match is_ready.recv_timeout(DEADLINE) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Timeout) => panic!("the server does not begin"),
+            Err(RecvTimeoutError::Disconnected) => panic!("{:?}", self.thread.take().map(JoinHandle::join)),
+        }
     }
 
     pub fn socket(&self) -> PathBuf {

@@ -150,15 +150,16 @@ impl Engine {
         writer.file.write_at(&encoded.trailer, writer.end).map_err(failed("writing a base index"))?;
         writer.file.write_at(&encoded.header, 0).map_err(failed("writing a base index"))?;
         writer.file.sync().map_err(failed("making a base index durable"))?;
-        match self.store.disk.link(&writer.name, &names::base(self.newest_manifest_entry.log_number, self.claim.epoch))
-        {
+        let name = names::base(self.newest_manifest_entry.log_number, self.claim.epoch);
+        match self.store.disk.link(&writer.name, &name) {
             // It may be of another history.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && self.store.is_encrypted() => return Ok(()),
             // An existing base index of the same log entry is equivalent.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            result => result.map_err(failed("linking a base index"))?,
+            result => result.map_err(self.store.failed(&name, "linking a base index"))?,
         }
-        self.store.disk.sync_directory(names::INDEX).map_err(failed("making a base index durable"))?;
+        let synced = self.store.disk.sync_directory(names::INDEX);
+        synced.map_err(self.store.failed(names::INDEX, "making a base index durable"))?;
         self.base_entries.push(self.newest_manifest_entry);
         self.remove_old_base_indices();
         self.forget_removed_base_indices();

@@ -10,7 +10,8 @@ use crate::fencing::fence_directory;
 use crate::format::names;
 use crate::types::{Guest, Owner, Vm};
 use crate::url::StoreUrl;
-use rekindle_testing::crash_disk::CrashDisk;
+use rekindle_testing::crash_disk::{CrashDisk, Fate};
+use rustix::io::Errno;
 use std::fs;
 use std::sync::Arc;
 use uuid::Uuid;
@@ -74,6 +75,31 @@ fn what_is_left_of_an_unused_store_gives_it_to_no_other_vm() {
     assert!(matches!(init(&disk), Err(StoreError::Exists { vm: Some(_), .. })));
     open(&disk, &vm(), false).unwrap();
     assert!(!disk.names().iter().any(|name| name == names::UNUSED), "{:?}", disk.names());
+}
+
+/// The creation fails at each step. The next process must not rely on what was not synced.
+#[test]
+fn a_store_whose_creation_failed_survives_a_power_failure_once_it_is_used() {
+    let mut steps_of_creation = 0;
+    for after in 0.. {
+        let disk = CrashDisk::default();
+        disk.fail_once_after(after, Errno::IO.raw_os_error());
+        let is_created = open(&disk, &vm(), true).is_ok();
+        let has_failed = disk.has_failed();
+        disk.stop_failing();
+        let mut model = Model { keep: 3, ..Model::default() };
+        let change = Change { blocks: vec![("ram", 20)], pages: vec![(0, 1, 2)] };
+        model.commit(&mut open(&disk, &vm(), true).unwrap(), &change).unwrap();
+        let steps = disk.recorded_steps();
+        let volatile = CrashDisk::volatile(&steps, steps.len());
+        let fates = volatile.into_iter().map(|step| (step, Fate::Lost)).collect();
+        model.check(&CrashDisk::after_crash(&[], &steps, steps.len(), &fates));
+        steps_of_creation += usize::from(!is_created);
+        if !has_failed {
+            break;
+        }
+    }
+    assert!(steps_of_creation > 15, "{steps_of_creation}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::model::{BYTES, ProtectedDisk, content, initial_image};
 use crate::block::SECTOR;
-use crate::redo::directory::LogDirectory;
+use crate::redo::directory::{LogDirectory, last_used_epoch};
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
 use crate::redo::log::SpaceLimit;
@@ -175,7 +175,7 @@ fn an_end_that_cannot_remove_its_files_leaves_no_available_epoch() {
         let steps = model.disk.steps();
         let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
         let next = model.log().epoch();
-        log_dir.close(next).unwrap();
+        log_dir.close(last_used_epoch(next)).unwrap();
         let used = model.disk.steps() - steps;
         model.disk.fail_after(after, libc::EIO);
         let destroyed = log_dir.destroy();

@@ -2,7 +2,7 @@
 //! memory.
 
 use crate::image::Durability;
-use crate::redo::directory::LogDirectory;
+use crate::redo::directory::{LogDirectory, last_used_epoch};
 use crate::redo::error::RedoError;
 use crate::redo::files::{Synced, read_unaligned};
 use crate::redo::format::{EntryKind, PAGE_BYTES};
@@ -300,7 +300,7 @@ impl ProtectedDisk {
         }
         let next_epoch = self.log().epoch();
         let mut log_dir = self.log_dir.lock().unwrap().take().unwrap();
-        log_dir.close(next_epoch).unwrap();
+        log_dir.close(last_used_epoch(next_epoch)).unwrap();
         log_dir.destroy().unwrap();
         self.log = None;
         self.guarantee.sealed.clear();
