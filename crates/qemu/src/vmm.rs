@@ -219,7 +219,7 @@ impl Vmm {
         Process { pid: self.pid, started: self.started }
     }
 
-    /// Returns whom a file must belong to so that the QEMU can open it.
+    /// Returns the user and the group of the process.
     ///
     /// # Errors
     /// When the QEMU has ended.

@@ -96,7 +96,7 @@ pub enum QemuUserError {
     },
 }
 
-/// Returns the user of the VM `name`, who also is a group of the same number; the VM gets one if it has none. `None` if
+/// Returns the user of the VM `name`, which is a group of the same number, too; the VM gets one if it has none. `None` if
 /// QEMU runs as the calling user: that is not root, or `host.toml` does not list the VM.
 ///
 /// *Needs:* the operation lock of the VM, or that the VM has a user.

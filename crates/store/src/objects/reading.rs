@@ -106,7 +106,7 @@ impl CachedChunks {
     }
 
     /// Removes all chunks of one GET, which share their memory: one that nothing has used yet, otherwise the one whose last
-    /// use is the longest ago. A GET in flight that somebody waits for stays, so that it is not repeated; the schedule
+    /// use is the longest ago. A GET in flight that a reader waits for stays, so that it is not repeated; the schedule
     /// limits how many there are.
     fn evict(&mut self) {
         /// Whether something has used the GET, and the number of its last use.
