@@ -11,7 +11,7 @@
 //! reachable through its bind although other users cannot enter the directories above it; the permissions of the file
 //! itself apply ([`JailPath::permit`]).
 
-use posix_acl::{ACL_READ, ACL_WRITE, ACLError, PosixACL, Qualifier};
+use crate::access_list::{self, READ, WRITE};
 use rustix::fs::{CWD, FileType, Mode, StatVfsMountFlags};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -51,24 +51,16 @@ impl JailPath {
     /// # Errors
     /// When the file cannot be read, or its file system has no access control lists.
     pub fn permit(&self, user: u32) -> io::Result<()> {
-        let wanted = if self.is_writable { ACL_READ | ACL_WRITE } else { ACL_READ };
+        let wanted = if self.is_writable { READ | WRITE } else { READ };
         let file = fs::metadata(&self.path).map_err(|e| with_path(&self.path, &e))?;
-        let of_others = file.mode() & 0o7;
-        if file.is_dir() || file.uid() == user && (file.mode() >> 6) & wanted == wanted || of_others & wanted == wanted
-        {
+        let mode = file.mode() as u16;
+        let is_permitted = |permissions: u16| permissions & wanted == wanted;
+        if file.is_dir() || is_permitted(mode) || file.uid() == user && is_permitted(mode >> 6) {
             return Ok(());
         }
-        let failed = |e: ACLError| {
-            let kind = e.kind();
-            io::Error::new(kind, format!("an access control list for user {user}: {e}"))
-        };
-        let mut list = PosixACL::read_acl(&self.path).map_err(failed)?;
-        let present = list.get(Qualifier::User(user)).unwrap_or(0);
-        // What `chmod` has removed from the group is removed from each entry.
-        let mask = list.get(Qualifier::Mask).unwrap_or(wanted);
-        if present & mask & wanted != wanted {
-            list.set(Qualifier::User(user), present | wanted);
-            list.write_acl(&self.path).map_err(failed)?;
+        let failed = |e: io::Error| io::Error::new(e.kind(), format!("an access control list for user {user}: {e}"));
+        if !access_list::of_user(&self.path, user).map_err(failed)?.is_some_and(is_permitted) {
+            access_list::add_user(&self.path, user, wanted).map_err(failed)?;
         }
         Ok(())
     }
@@ -342,16 +334,16 @@ mod tests {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
         let permit =
             |is_writable| JailPath { path: file.clone(), is_writable, has_devices: false }.permit(USER).unwrap();
-        let entry = |user| PosixACL::read_acl(&file).unwrap().get(Qualifier::User(user));
+        let entry = |user| access_list::of_user(&file, user).unwrap();
         permit(false);
-        assert_eq!(entry(USER), Some(ACL_READ));
+        assert_eq!(entry(USER), Some(READ));
         permit(true);
-        assert_eq!(entry(USER), Some(ACL_READ | ACL_WRITE));
+        assert_eq!(entry(USER), Some(READ | WRITE));
         assert_eq!(entry(USER + 1), None);
         assert_eq!(fs::metadata(&file).unwrap().mode() & 0o707, 0o600, "the owner's and others' are unchanged");
         // What all users may do needs no entry.
         fs::set_permissions(host.path("own/file"), fs::Permissions::from_mode(0o644)).unwrap();
         JailPath { path: host.path("own/file"), is_writable: false, has_devices: false }.permit(USER + 1).unwrap();
-        assert_eq!(PosixACL::read_acl(host.path("own/file")).unwrap().get(Qualifier::User(USER + 1)), None);
+        assert_eq!(access_list::of_user(&host.path("own/file"), USER + 1).unwrap(), None);
     }
 }

@@ -8,7 +8,7 @@
 //!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
-//! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), what tests replace by a
+//! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), access control lists ([`access_list`]), what tests replace by a
 //!   disk that can lose power ([`durable_file`]), those that a process writes ([`written_files`]), how often one was opened for
 //!   writing ([`write_watch`]), mapped files ([`mapping`]), large buffers ([`large`]), the read-only flag of block devices
 //!   ([`block_device`]);
@@ -20,6 +20,7 @@
 
 #![allow(unsafe_code)]
 
+pub mod access_list;
 pub mod block_device;
 pub mod confinement;
 pub mod descriptor;

@@ -271,10 +271,16 @@ impl Host {
     }
 
     /// Returns the directory that records the users of VMs ([`crate::qemu_user`]). It survives a reboot of the host. `None`
-    /// if the QEMU of the VM `name` runs as the calling user.
+    /// if this user is not root.
     #[must_use]
-    pub fn qemu_users(&self, name: &str) -> Option<&Path> {
-        self.qemu_users.as_deref().filter(|_| self.own_users.has(name))
+    pub fn qemu_users(&self) -> Option<&Path> {
+        self.qemu_users.as_deref()
+    }
+
+    /// Returns whether the next QEMU of the VM `name` is to run as a user of its own.
+    #[must_use]
+    pub fn wants_own_user(&self, name: &str) -> bool {
+        self.own_users.has(name)
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

@@ -96,44 +96,70 @@ pub enum QemuUserError {
     },
 }
 
-/// Returns the user of the VM `name`, which is a group of the same number, too; the VM gets one if it has none. `None` if
-/// QEMU runs as the calling user: that is not root, or `host.toml` does not list the VM.
+/// Returns the user that the next QEMU of the VM `name` runs as, which is a group of the same number, too; the VM gets one if it
+/// has none. `None`: the calling user, because that is not root, or `host.toml` does not list the VM.
 ///
-/// *Needs:* the operation lock of the VM, or that the VM has a user.
+/// *Needs:* the operation lock of the VM.
 ///
 /// # Errors
-/// [`QemuUserError`], except `File`.
-pub fn of_vm(name: &str) -> Result<Option<u32>, QemuUserError> {
+/// [`QemuUserError`], except `File` and `Backing`.
+pub fn assign(name: &str) -> Result<Option<u32>, QemuUserError> {
     let host = Host::open()?;
-    let Some(directory) = host.qemu_users(name) else { return Ok(None) };
-    let failed = |source| QemuUserError::Registry { directory: directory.to_owned(), name: name.to_owned(), source };
-    match user_in(directory, name).map_err(failed)? {
+    let Some(directory) = host.qemu_users().filter(|_| host.wants_own_user(name)) else { return Ok(None) };
+    let failed = registry_error(directory, name);
+    if let Some(user) = recorded_in(directory, name).map_err(&failed)? {
+        return Ok(Some(user));
+    }
+    match record_in(directory, name).map_err(&failed)? {
         Some(user) => Ok(Some(user)),
         None => Err(QemuUserError::NoneFree { directory: directory.to_owned() }),
     }
 }
 
-/// Finds the record of the VM, or makes one. A record is a link from the number to the name: made in one step, and by one
-/// process only. `None`: all numbers are in use.
-fn user_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
-    DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
-    let mut used = Vec::new();
-    for entry in fs::read_dir(directory)? {
+/// Returns the user that the VM `name` has, also if it is not listed any more: its QEMU may still run as this user.
+///
+/// # Errors
+/// [`QemuUserError::Host`], [`QemuUserError::Registry`].
+pub fn recorded(name: &str) -> Result<Option<u32>, QemuUserError> {
+    let host = Host::open()?;
+    let Some(directory) = host.qemu_users() else { return Ok(None) };
+    recorded_in(directory, name).map_err(registry_error(directory, name))
+}
+
+fn registry_error(directory: &Path, name: &str) -> impl Fn(io::Error) -> QemuUserError {
+    move |source| QemuUserError::Registry { directory: directory.to_owned(), name: name.to_owned(), source }
+}
+
+/// Returns the numbers in the directory, each with its VM.
+fn records(directory: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
+    let entries = match fs::read_dir(directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut records = Vec::new();
+    for entry in entries {
         let entry = entry?;
-        let Some(number) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        if fs::read_link(entry.path()).is_ok_and(|target| target == Path::new(name)) && USERS.contains(&number) {
-            return Ok(Some(number));
+        if let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) {
+            records.push((number, fs::read_link(entry.path()).unwrap_or_default()));
         }
-        used.push(number);
     }
-    for number in USERS.filter(|number| !used.contains(number)) {
+    Ok(records)
+}
+
+fn recorded_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
+    let found = records(directory)?.into_iter().find(|(number, vm)| vm == Path::new(name) && USERS.contains(number));
+    Ok(found.map(|(number, _)| number))
+}
+
+/// Makes a record of the VM: a link from the number to the name, made in one step, and by one process only. `None`: all
+/// numbers are in use.
+fn record_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
+    DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+    let used = records(directory)?;
+    for number in USERS.filter(|number| used.iter().all(|(used, _)| used != number)) {
         match symlink(name, directory.join(number.to_string())) {
-            // Another process has made it meanwhile, maybe for this VM.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                if fs::read_link(directory.join(number.to_string()))? == Path::new(name) {
-                    return Ok(Some(number));
-                }
-            }
+            // Another VM has got it meanwhile.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             made => {
                 made?;
                 sync_directory(directory)?;
@@ -235,9 +261,9 @@ pub fn seal(directory: &Directory) -> io::Result<()> {
 /// user of the same number.
 ///
 /// # Errors
-/// [`QemuUserError`], except `File`.
+/// [`QemuUserError::Host`], [`QemuUserError::Registry`].
 pub fn processes(rundir: &RunDir) -> Result<Vec<Process>, QemuUserError> {
-    let Some(user) = of_vm(rundir.name())? else { return Ok(Vec::new()) };
+    let Some(user) = recorded(rundir.name())? else { return Ok(Vec::new()) };
     let relative = rundir.path().strip_prefix("/").unwrap_or(rundir.path());
     let is_in_jail = |process: &Path| process.join("root").join(relative).exists();
     let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -280,13 +306,15 @@ mod tests {
     fn each_vm_keeps_a_user_of_its_own() {
         let directory = tempfile::tempdir().unwrap();
         let users = directory.path().join("users");
-        let first = user_in(&users, "web").unwrap().unwrap();
-        let second = user_in(&users, "db").unwrap().unwrap();
+        assert_eq!(recorded_in(&users, "web").unwrap(), None);
+        let first = record_in(&users, "web").unwrap().unwrap();
+        let second = record_in(&users, "db").unwrap().unwrap();
         assert_ne!(first, second);
-        assert_eq!(user_in(&users, "web").unwrap(), Some(first));
-        // A record that this version did not make takes no number from another VM.
-        symlink("web", users.join("4000000000")).unwrap();
-        assert_eq!(user_in(&users, "web").unwrap(), Some(first));
+        assert_eq!(recorded_in(&users, "web").unwrap(), Some(first));
+        assert_eq!(recorded_in(&users, "db").unwrap(), Some(second));
+        // A number that this version does not give.
+        symlink("other", users.join("4000000000")).unwrap();
+        assert_eq!(recorded_in(&users, "other").unwrap(), None);
     }
 
     #[test]
@@ -295,7 +323,7 @@ mod tests {
         let users: Vec<_> = std::thread::scope(|scope| {
             let path = directory.path();
             let threads: Vec<_> =
-                (0..8).map(|n| scope.spawn(move || user_in(path, &format!("vm{n}")).unwrap().unwrap())).collect();
+                (0..8).map(|n| scope.spawn(move || record_in(path, &format!("vm{n}")).unwrap().unwrap())).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         let different: std::collections::BTreeSet<_> = users.iter().collect();

@@ -3,7 +3,7 @@
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::served::{READ, digest, image, read, section, server};
 use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
-use posix_acl::{ACL_READ, ACL_WRITE, PosixACL, Qualifier};
+use rekindle_kernel::access_list::{self, READ as MAY_READ, WRITE as MAY_WRITE};
 use rekindle_kernel::confinement::status::Rights;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -109,9 +109,9 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
     let guest = lab.vm("files").net(Net::None).guest();
     let user = user(&guest);
-    let entry = |file: &Path| PosixACL::read_acl(file).unwrap().get(Qualifier::User(user));
+    let entry = |file: &Path| access_list::of_user(file, user).unwrap();
     for (file, permissions) in
-        [(&kernel, ACL_READ), (&initrd, ACL_READ), (&written, ACL_READ | ACL_WRITE), (&readonly, ACL_READ)]
+        [(&kernel, MAY_READ), (&initrd, MAY_READ), (&written, MAY_READ | MAY_WRITE), (&readonly, MAY_READ)]
     {
         assert_eq!(entry(file), Some(permissions), "{}", file.display());
         let metadata = fs::metadata(file).unwrap();

@@ -105,7 +105,7 @@ pub(super) fn server_command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
-    if let Some(group) = qemu_user::of_vm(rundir.name())? {
+    if let Some(group) = qemu_user::recorded(rundir.name())? {
         command.arg(format!("--socket-group={group}"));
     }
     if disk.readonly {
