@@ -151,7 +151,8 @@ impl Fill {
     pub(crate) fn connection_files(&self) -> Vec<PathBuf> {
         let Credentials { tls, environment_file, .. } = self.credentials();
         let mut files = tls.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default();
-        // A file that cannot be read is an error of `read_secrets`.
+        // A file that cannot be read is an error of `read_secrets`. Only an object store needs its secrets.
+        let environment_file = environment_file.filter(|_| matches!(self.store, StoreUrl::Objects(_)));
         files.extend(environment_file.and_then(|file| file.read().ok()).unwrap_or_default());
         files
     }

@@ -12,7 +12,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
-use rekindle_store::{Image, StoreError};
+use rekindle_store::{Image, StoreError, wait_as};
 use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -256,6 +256,8 @@ fn recently_written_pages_later(
 ) -> impl Iterator<Item = Option<(usize, Range<u64>)>> + use<> {
     let (sender, receiver) = mpsc::sync_channel(KNOWN_IN_ADVANCE);
     let send_all = move || {
+        // The guest's pages come first, although this thread waits for what it reads.
+        wait_as(rekindle_store::Need::Background);
         let sent = recently_written_pages(&image, &fill).map(|run| sender.send(run));
         sent.take_while(Result::is_ok).for_each(drop);
     };

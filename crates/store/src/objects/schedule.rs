@@ -15,6 +15,8 @@ use tokio::runtime::Handle;
 pub(crate) const MAX_IN_FLIGHT: usize = 8;
 /// Limit of those in flight that nothing waits for.
 const MAX_UNNEEDED_IN_FLIGHT: usize = 6;
+/// The same while a guest waits: they share the bandwidth with what it needs.
+const MAX_UNNEEDED_WHILE_WAITING: usize = 2;
 /// Limit of the read-ahead that is queued. More is not started.
 const MAX_QUEUED_AHEAD: usize = 8;
 /// Limit of queued GETs of callers that do not wait. They try again later.
@@ -68,7 +70,9 @@ impl Queues {
             self.in_flight += 1;
             return Some((job, true));
         }
-        if self.unneeded_in_flight >= MAX_UNNEEDED_IN_FLIGHT {
+        let is_guest_waiting = self.in_flight > self.unneeded_in_flight;
+        let limit = if is_guest_waiting { MAX_UNNEEDED_WHILE_WAITING } else { MAX_UNNEEDED_IN_FLIGHT };
+        if self.unneeded_in_flight >= limit {
             return None;
         }
         let job = self.background.pop_front().or_else(|| self.ahead.pop_front())?;
@@ -242,9 +246,13 @@ mod tests {
         assert_eq!(schedule.queues().ahead.len(), MAX_QUEUED_AHEAD - 1);
         let mut counter = [0; 8];
         assert_eq!(rustix::io::read(ends, &mut counter).unwrap(), 8);
+        // While guests wait, what nothing waits for gets no further place.
         may_end.add_permits(1);
-        assert_eq!(take(1), [Need::Background]);
+        while in_flight() != (MAX_IN_FLIGHT - 1, MAX_UNNEEDED_IN_FLIGHT - 3) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         may_end.add_permits(100);
+        assert_eq!(take(1), [Need::Background]);
         assert_eq!(take(MAX_QUEUED_AHEAD - 1).len(), MAX_QUEUED_AHEAD - 1);
         while in_flight() != (0, 0) {
             std::thread::sleep(Duration::from_millis(1));

@@ -22,8 +22,8 @@ use futures_util::{FutureExt, StreamExt};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use proptest::prelude::*;
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
@@ -70,6 +70,10 @@ struct Reads {
     latency: Duration,
     /// GETs that fail from now on.
     failing: usize,
+    /// GETs from now on whose answer ends too early.
+    short: usize,
+    /// GETs from now on whose answer is longer than it states.
+    long: usize,
 }
 
 /// An object store in memory. Clones share the content and the faults; [`TestDisk::handle`] shares only the content.
@@ -188,7 +192,7 @@ impl ObjectStore for MemoryObjects {
         if options.head {
             return self.objects.get_opts(path, options).await;
         }
-        let Reads { latency, failing, .. } = self.count_reads(|reads| {
+        let Reads { latency, failing, short, long, .. } = self.count_reads(|reads| {
             reads.count += 1;
             reads.in_flight += 1;
             reads.most_in_flight = reads.most_in_flight.max(reads.in_flight);
@@ -199,11 +203,23 @@ impl ObjectStore for MemoryObjects {
         self.count_reads(|reads| {
             reads.in_flight -= 1;
             reads.failing = reads.failing.saturating_sub(1);
+            reads.short = reads.short.saturating_sub(1);
+            reads.long = reads.long.saturating_sub(1);
         });
         if failing > 0 {
             return Err(no_answer());
         }
-        self.objects.get_opts(path, options).await
+        let mut found = self.objects.get_opts(path, options).await?;
+        if short > 0 || long > 0 {
+            let GetResult { meta, range, attributes, extensions, .. } = &found;
+            let (meta, range, attributes, extensions) =
+                (meta.clone(), range.clone(), attributes.clone(), extensions.clone());
+            let whole = found.bytes().await?;
+            let parts = if short > 0 { vec![whole.slice(..whole.len() / 2)] } else { vec![whole.clone(), whole] };
+            let payload = GetResultPayload::Stream(futures_util::stream::iter(parts.into_iter().map(Ok)).boxed());
+            found = GetResult { payload, meta, range, attributes, extensions };
+        }
+        Ok(found)
     }
 
     fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
@@ -563,7 +579,8 @@ fn with_full_checkpoint(pages: u64, segment: u64) -> MemoryObjects {
 /// The time until all pages are read must not be the latency of the server times the pages.
 #[test]
 fn pages_are_read_with_few_requests_of_which_several_are_in_flight() {
-    const PAGES: u64 = 4000;
+    // Twice what the cache holds.
+    const PAGES: u64 = 16_000;
     const SEGMENT_BYTES: u64 = 8 << 20;
     let disk = with_full_checkpoint(PAGES, SEGMENT_BYTES);
     let opened = image(&disk, None).unwrap();
@@ -610,6 +627,27 @@ fn a_chunk_that_could_not_be_read_ahead_is_read_when_it_is_needed() {
         assert!(found == content[offset as usize..][..found.len()], "chunk {chunk}");
     }
     assert!(failed > 0);
+}
+
+#[test]
+fn an_answer_of_another_length_is_an_error_and_is_not_kept() {
+    let disk = MemoryObjects::default();
+    let shared = disk.shared();
+    let content: Vec<u8> = (0..4 * CHUNK_BYTES).map(|n| (n / 1000) as u8).collect();
+    let file = shared.disk.create("segments/x").unwrap();
+    file.write_at(&content, 0).unwrap();
+    file.sync().unwrap();
+    for change in [|reads: &mut Reads| reads.short = 1, |reads: &mut Reads| reads.long = 1] {
+        disk.count_reads(change);
+        assert_eq!(shared.disk.open("segments/x").unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        let file = shared.disk.open("segments/x").unwrap();
+        disk.count_reads(change);
+        let mut found = vec![0; 1000];
+        let at = 2 * CHUNK_BYTES;
+        assert_eq!(file.read_at(&mut found, at).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(file.read_at(&mut found, at).unwrap(), 1000);
+        assert!(found == content[at as usize..at as usize + 1000]);
+    }
 }
 
 /// Threads that only inspect a GET must not keep the one that waits for it from being woken.
