@@ -178,10 +178,9 @@ impl MissingMemory {
         }
         // After the broker was started, which needs no secrets.
         fill.read_secrets()?;
-        let mut granted = GrantedFiles::default();
+        let confinement = confinement(fill);
+        let granted = GrantedFiles::of(&confinement, fill.secret_files());
         if confine {
-            let confinement = confinement(fill);
-            granted = GrantedFiles::of(&confinement, fill.key_file());
             confinement.enter()?;
             files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }
