@@ -23,7 +23,7 @@ use rustix::thread::{
     set_no_new_privs,
 };
 use std::collections::BTreeSet;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -104,16 +104,38 @@ struct Preparation {
     groups: Vec<u32>,
 }
 
+/// A step into the jail that has failed. Without allocations.
+struct FailedStep<'a> {
+    step: &'static str,
+    path: Option<&'a CStr>,
+    error: Errno,
+}
+
+impl FailedStep<'_> {
+    fn of(step: &'static str) -> impl Fn(Errno) -> Self {
+        move |error| Self { step, path: None, error }
+    }
+
+    /// Writes the step to standard error. Returns the error.
+    fn report(self) -> io::Error {
+        let path = self.path.map_or(&b""[..], CStr::to_bytes);
+        for part in [b"cannot enter the jail: ", self.step.as_bytes(), path, b"\n"] {
+            let _ = rustix::io::write(rustix::stdio::stderr(), part);
+        }
+        self.error.into()
+    }
+}
+
 impl Jail {
     /// Makes `command` start in the jail. The caller must be root.
     ///
     /// # Errors
     /// `NotFound` if a path does not exist; `InvalidInput` for a relative path or user 0. Errors of the child are errors of
-    /// starting the command.
+    /// starting the command; it writes the step that has failed to its standard error.
     pub fn apply(&self, command: &mut Command) -> io::Result<()> {
         let preparation = self.prepare()?;
         // SAFETY: the closure makes system calls only. Everything that it uses was allocated before the fork.
-        unsafe { command.pre_exec(move || Ok(preparation.enter()?)) };
+        unsafe { command.pre_exec(move || preparation.enter().map_err(|failed| failed.report())) };
         Ok(())
     }
 
@@ -176,32 +198,35 @@ fn c_path(path: &Path) -> io::Result<CString> {
 
 impl Preparation {
     /// Enters the jail. Makes system calls only.
-    fn enter(&self) -> rustix::io::Result<()> {
+    fn enter(&self) -> Result<(), FailedStep<'_>> {
         // SAFETY: the flag affects the file system of this process only, which has one thread.
-        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
-        mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }
+            .and_then(|()| mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC))
+            .map_err(FailedStep::of("making a mount namespace (needs CAP_SYS_ADMIN)"))?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-        mount(c"jail", self.root.as_c_str(), c"tmpfs", flags, c"mode=755,size=1m")?;
+        mount(c"jail", self.root.as_c_str(), c"tmpfs", flags, c"mode=755,size=1m")
+            .map_err(FailedStep::of("mounting its root"))?;
         let umask = rustix::process::umask(Mode::empty());
         let mode = Mode::from_raw_mode(0o755);
         for directory in &self.directories {
             match rustix::fs::mkdir(directory.as_c_str(), mode) {
                 Ok(()) | Err(Errno::EXIST) => {}
-                Err(e) => return Err(e),
+                Err(error) => return Err(FailedStep { step: "making ", path: Some(directory), error }),
             }
         }
         for bind in &self.binds {
-            bind.mount()?;
+            bind.mount().map_err(|error| FailedStep { step: "mounting ", path: Some(&bind.source), error })?;
         }
         rustix::process::umask(umask);
         // Of processes of other users, not even the names are visible.
-        mount(c"proc", self.proc.as_c_str(), c"proc", flags, c"hidepid=2")?;
-        mount_remount(self.root.as_c_str(), MountFlags::BIND | MountFlags::RDONLY | flags, c"")?;
-        chdir(self.root.as_c_str())?;
-        pivot_root(c".", c".")?;
-        unmount(c".", UnmountFlags::DETACH)?;
-        chdir(c"/")?;
-        self.drop_privileges()
+        mount(c"proc", self.proc.as_c_str(), c"proc", flags, c"hidepid=2").map_err(FailedStep::of("mounting /proc"))?;
+        mount_remount(self.root.as_c_str(), MountFlags::BIND | MountFlags::RDONLY | flags, c"")
+            .and_then(|()| chdir(self.root.as_c_str()))
+            .and_then(|()| pivot_root(c".", c"."))
+            .and_then(|()| unmount(c".", UnmountFlags::DETACH))
+            .and_then(|()| chdir(c"/"))
+            .map_err(FailedStep::of("changing the root"))?;
+        self.drop_privileges().map_err(FailedStep::of("changing the user and dropping privileges"))
     }
 
     fn drop_privileges(&self) -> rustix::io::Result<()> {
@@ -217,19 +242,20 @@ impl Preparation {
         let (count, groups) = (self.groups.len(), self.groups.as_ptr());
         // SAFETY: `groups` has `count` numbers. The calls of the C library would change all threads of a process, with
         // locks; this process has one thread, and makes the system calls itself.
-        let results = unsafe {
-            [
-                libc::syscall(libc::SYS_setgroups, count, groups),
-                libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group),
-                libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user),
-            ]
-        };
-        if results != [0; 3] {
-            return Err(Errno::PERM);
+        unsafe {
+            succeeded(libc::syscall(libc::SYS_setgroups, count, groups))?;
+            succeeded(libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group))?;
+            succeeded(libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user))?;
         }
         let none = CapabilitySet::empty();
         set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
     }
+}
+
+/// Returns the error of a system call.
+fn succeeded(result: libc::c_long) -> rustix::io::Result<()> {
+    // SAFETY: the address of this thread's error number is valid.
+    if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
 impl Bind {
@@ -325,6 +351,18 @@ mod tests {
         };
         assert_eq!(jail(USER, host.path("none")), io::ErrorKind::NotFound);
         assert_eq!(jail(0, host.path("own")), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn the_step_that_fails_is_named() {
+        let host = Host::new();
+        let log = fs::File::create(host.path("log")).unwrap();
+        let jail = Jail { user: USER, group: USER, groups: Vec::new(), root: host.path("own/file"), paths: Vec::new() };
+        let mut command = Command::new("true");
+        command.stderr(log);
+        jail.apply(&mut command).unwrap();
+        assert_eq!(command.status().unwrap_err().raw_os_error(), Some(libc::ENOTDIR));
+        assert_eq!(fs::read_to_string(host.path("log")).unwrap(), "cannot enter the jail: mounting its root\n");
     }
 
     #[test]

@@ -130,12 +130,11 @@ fn check_users() -> Finding {
     }
     match qemus_with(|qemu| qemu.owner().is_ok_and(|owner| owner.user.is_root())) {
         Err(e) => finding(CHECK, Level::Limited, format!("cannot list the VMs: {e}"), "repair what the error names"),
-        Ok(of_root) if of_root.is_empty() => {
-            finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs runs as a user of its own", "")
-        }
+        Ok(of_root) if of_root.is_empty() => finding(CHECK, Level::Good, "no QEMU of Rekindle's VMs runs as root", ""),
         Ok(of_root) => {
             let observation = format!("QEMU runs as root: {}", of_root.join(", "));
-            let hint = "add the VM to qemu_own_user in host.toml; then run: rekindle reboot vmm NAME";
+            let hint = "see The user of a VM in docs/run-directory.md: add each of them to qemu_own_user in host.toml, unless it \
+                        cannot have one, then run: rekindle reboot vmm NAME";
             finding(CHECK, Level::Limited, observation, hint)
         }
     }

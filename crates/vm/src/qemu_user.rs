@@ -45,7 +45,7 @@ pub enum QemuUserError {
     #[error(transparent)]
     Host(#[from] HostError),
     /// The VM's user cannot be found or recorded.
-    #[error("{}: cannot find or record the user of VM {name}", directory.display())]
+    #[error("{}: cannot find or record the user of VM {name}; check its permissions and free space", directory.display())]
     Registry {
         /// The directory of the records.
         directory: PathBuf,
@@ -57,18 +57,31 @@ pub enum QemuUserError {
     },
     /// All numbers are in use.
     #[error(
-        "{}: all users for VMs are in use; remove the records of VMs that no longer exist, and their images: each record is a \
-         link to the VM's name",
+        "{}: all users for VMs are in use. Each file there is a link from a number to a VM's name: remove those of VMs that do not \
+         exist, after you have removed their entries from files (setfacl -x u:NUMBER FILE)",
         directory.display()
     )]
     NoneFree {
         /// The directory of the records.
         directory: PathBuf,
     },
-    /// A file cannot be given to the user.
+    /// A file of Rekindle's own cannot be given to the user.
+    #[error("{}: cannot be given to user {user} of VM {name}", path.display())]
+    OwnFile {
+        /// The file.
+        path: PathBuf,
+        /// Name of the VM.
+        name: String,
+        /// Number of the user.
+        user: u32,
+        /// The error of the file system.
+        #[source]
+        source: io::Error,
+    },
+    /// The user cannot be permitted to use a file of the definition.
     #[error(
-        "{}: QEMU's user {user} cannot use it; use a file system with access control lists, or remove VM {name} from \
-         qemu_own_user in host.toml: its QEMU then runs as root",
+        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or remove {name} \
+         from qemu_own_user in host.toml: its QEMU then runs as root",
         path.display()
     )]
     File {
@@ -84,11 +97,14 @@ pub enum QemuUserError {
     },
     /// The user would need files that nothing but the image names.
     #[error(
-        "{} has a backing file, {}: a QEMU with a user of its own cannot have one, because an attacker could name any file \
-         there; convert the image (qemu-img convert), or remove the VM from qemu_own_user in host.toml",
-        path.display(), backing.display()
+        "VM {name}: {} has the backing file {}. A QEMU with a user of its own opens no backing file, because an attacker could \
+         change this name. Make one image of both (qemu-img convert -O qcow2 {} NEW), or remove {name} from qemu_own_user in \
+         host.toml",
+        path.display(), backing.display(), path.display()
     )]
     Backing {
+        /// Name of the VM.
+        name: String,
         /// The image.
         path: PathBuf,
         /// The file that its header names.
@@ -102,7 +118,7 @@ pub enum QemuUserError {
 /// *Needs:* the operation lock of the VM.
 ///
 /// # Errors
-/// [`QemuUserError`], except `File` and `Backing`.
+/// [`QemuUserError::Host`], [`QemuUserError::Registry`], [`QemuUserError::NoneFree`].
 pub fn assign(name: &str) -> Result<Option<u32>, QemuUserError> {
     let host = Host::open()?;
     let Some(directory) = host.qemu_users().filter(|_| host.wants_own_user(name)) else { return Ok(None) };
@@ -176,7 +192,7 @@ fn record_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
 /// *On failure:* nothing was started. Permissions that were given remain.
 ///
 /// # Errors
-/// [`QemuUserError::File`].
+/// [`QemuUserError::OwnFile`], [`QemuUserError::File`], [`QemuUserError::Backing`].
 pub fn prepare_jail(
     user: u32,
     rundir: &RunDir,
@@ -186,7 +202,7 @@ pub fn prepare_jail(
 ) -> Result<Jail, QemuUserError> {
     let at = |path: &Path| {
         let (path, name) = (path.to_owned(), rundir.name().to_owned());
-        move |source| QemuUserError::File { path, name, user, source }
+        move |source| QemuUserError::OwnFile { path, name, user, source }
     };
     let set_group = |path: &Path, mode| {
         chown(path, None, Some(user))
@@ -227,7 +243,8 @@ pub fn prepare_jail(
     }
     for disk in hardware.disks.iter().filter(|disk| !disk.server && disk.format == "qcow2") {
         if let Some(backing) = images_below(&disk.path).into_iter().next() {
-            return Err(QemuUserError::Backing { path: disk.path.clone(), backing });
+            let name = rundir.name().to_owned();
+            return Err(QemuUserError::Backing { name, path: disk.path.clone(), backing });
         }
     }
     for used in used_files::of(hardware) {
@@ -238,7 +255,12 @@ pub fn prepare_jail(
         }
         let has_devices = metadata.file_type().is_block_device() || metadata.file_type().is_char_device();
         let jail_path = JailPath { has_devices, ..path(&used.path, used.is_written) };
-        jail_path.permit(user).map_err(at(&used.path))?;
+        jail_path.permit(user).map_err(|source| QemuUserError::File {
+            path: used.path.clone(),
+            name: rundir.name().to_owned(),
+            user,
+            source,
+        })?;
         if used.is_written || !is_below_any(&used.path, &SYSTEM) {
             paths.push(jail_path);
         }

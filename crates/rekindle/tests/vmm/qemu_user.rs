@@ -133,7 +133,7 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(server(&guest), Some(served_by));
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
-    lab.rekindle(["doctor"]).prints(&["each QEMU of Rekindle's VMs runs as a user of its own"]);
+    lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
     // And back.
     lab.configure_host("");
     guest.warm(&[]);
@@ -220,5 +220,5 @@ fn a_file_that_the_user_cannot_use_is_named() {
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     let unmounted = std::process::Command::new("umount").arg(&directory).status().unwrap();
     assert!(unmounted.success());
-    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "remove VM unusable from qemu_own_user"]);
+    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "remove unusable from qemu_own_user"]);
 }
