@@ -8,6 +8,7 @@ use crate::network;
 use crate::overlays;
 use crate::phases;
 use crate::qemu;
+use crate::qemu_user;
 use crate::ram;
 use crate::rundir::{RunDir, ignore_missing};
 use crate::state::State;
@@ -22,6 +23,9 @@ use std::fs;
 pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     qemu::end_all_qemus(rundir, state)?;
+    if state.hardware.foreign.is_none() {
+        qemu_user::withdraw(rundir.name(), &state.hardware);
+    }
     overlays::remove_fresh(rundir);
     disks::end(rundir, &state.hardware)?;
     network::remove(host, &state.hardware)?;

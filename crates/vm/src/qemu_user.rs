@@ -15,6 +15,7 @@
 use crate::host::{Host, HostError};
 use crate::restore_rules::images_below;
 use crate::rundir::{RunDir, sync_directory};
+use rekindle_kernel::access_list;
 use rekindle_kernel::jail::{Jail, JailPath};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::command::{Directory, Hardware};
@@ -268,6 +269,29 @@ pub fn prepare_jail(
     // Group 0 has rights in many places.
     let groups = fs::metadata(KVM).ok().filter(|kvm| kvm.mode() & 0o66 == 0o60 && kvm.gid() != 0).map(|kvm| kvm.gid());
     Ok(Jail { user, group: user, groups: groups.into_iter().collect(), root, paths })
+}
+
+/// Removes the permissions that the user of a VM has got for files that the VM has not made. Without an error: another user
+/// never gets the number while the record exists.
+///
+/// *Needs:* no process of the user.
+pub(crate) fn withdraw(name: &str, hardware: &Hardware) {
+    let user = match recorded(name) {
+        Ok(Some(user)) => user,
+        Ok(None) => return,
+        Err(e) => return tracing::warn!("{e}"),
+    };
+    for file in used_files::of(hardware) {
+        match access_list::remove_user(&file.path, user) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound && e.kind() != io::ErrorKind::Unsupported => {
+                tracing::warn!(
+                    "{}: the entry of user {user} stays in its access control list: {e}",
+                    file.path.display()
+                );
+            }
+            _ => {}
+        }
+    }
 }
 
 /// Lets QEMU make no more files in its directory. *Needs:* a QEMU that has greeted, so that its sockets exist.

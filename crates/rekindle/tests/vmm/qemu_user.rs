@@ -118,6 +118,9 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
         assert_eq!((metadata.uid(), metadata.gid(), metadata.mode() & 0o707), (0, 0, 0o600));
     }
     guest.rekindle(&["stop", "--now"]).ok();
+    for file in [&kernel, &initrd, &written, &readonly] {
+        assert_eq!((entry(file), fs::metadata(file).unwrap().mode() & 0o777), (None, 0o600), "{}", file.display());
+    }
 }
 
 #[test]
