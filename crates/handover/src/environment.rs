@@ -44,10 +44,7 @@ impl Environment for OwnRunDir<'_> {
             .create_vmm(generation)
             .map_err(|source| HandoverError::File { path: rundir.vmm(generation).0, source })?;
         let arguments = hardware.arguments(&directory, &rundir.console_log(), start, binary.syntax);
-        // The files of an attached QEMU are known only from its command line, which may come from a store.
-        let user = if hardware.foreign.is_some() { None } else { qemu_user::assign(rundir.name())? };
-        let jail =
-            user.map(|user| qemu_user::prepare_jail(user, rundir, &directory, hardware, &binary.path)).transpose()?;
+        let jail = qemu_user::jail_of_next_qemu(rundir, &directory, hardware, &binary.path)?;
         Ok(Vmm::spawn(&binary.path, &arguments, &directory, taps, jail.as_ref())?)
     }
 }

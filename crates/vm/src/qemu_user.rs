@@ -1,6 +1,6 @@
 //! The user that the QEMU of a VM runs as, and the files that exist for it.
 //!
-//! A VM of root that `host.toml` lists has a user of its own: a number, recorded in a directory that survives a reboot of the
+//! A VM of root has a user of its own, unless something prevents it: a number, recorded in a directory that survives a reboot of the
 //! host, without an entry in `/etc/passwd`. An attacker that controls its QEMU is then this user, in a [`Jail`] with the
 //! files of its VM and the programs of the host.
 //!
@@ -12,13 +12,15 @@
 //! images, kernel  as they are       an entry in the access control list, if one is needed
 //! ```
 
-use crate::host::{Host, HostError};
+use crate::host::{Host, HostError, OwnUser};
 use crate::restore_rules::images_below;
 use crate::rundir::{RunDir, sync_directory};
 use rekindle_kernel::access_list;
+use rekindle_kernel::confinement::needs_privilege_for_userfaultfd;
 use rekindle_kernel::jail::{Jail, JailPath};
 use rekindle_kernel::process::Process;
-use rekindle_qemu::command::{Directory, Hardware};
+use rekindle_qemu::command::{Directory, Disk, Hardware};
+use rekindle_qemu::host_access::{self, HostAccess};
 use rekindle_qemu::used_files;
 use std::fs::{self, DirBuilder, OpenOptions, Permissions};
 use std::io;
@@ -113,24 +115,78 @@ pub enum QemuUserError {
     },
 }
 
-/// Returns the user that the next QEMU of the VM `name` runs as, which is a group of the same number, too; the VM gets one if it
-/// has none. `None`: the calling user, because that is not root, or `host.toml` does not list the VM.
+/// Returns the jail for the next QEMU of a VM, in `directory`, after its user has got what the QEMU needs. `None`: it runs as the
+/// calling user, because that is not root, `host.toml` requires it, or something of the VM prevents another user.
 ///
-/// *Needs:* the operation lock of the VM.
+/// *Needs:* the operation lock of the VM; RAM files that exist.
+/// *On failure:* nothing was started. Permissions that were given remain.
 ///
 /// # Errors
-/// [`QemuUserError::Host`], [`QemuUserError::Registry`], [`QemuUserError::NoneFree`].
-pub fn assign(name: &str) -> Result<Option<u32>, QemuUserError> {
+/// [`QemuUserError`].
+pub fn jail_of_next_qemu(
+    rundir: &RunDir,
+    directory: &Directory,
+    hardware: &Hardware,
+    program: &Path,
+) -> Result<Option<Jail>, QemuUserError> {
     let host = Host::open()?;
-    let Some(directory) = host.qemu_users().filter(|_| host.wants_own_user(name)) else { return Ok(None) };
+    let (Some(users), own_user) = (host.qemu_users(), host.own_user(rundir.name())) else { return Ok(None) };
+    let is_required = own_user == OwnUser::Required;
+    if own_user == OwnUser::No || hardware.foreign.is_some() || !is_required && obstacle(hardware).is_some() {
+        return Ok(None);
+    }
+    let user = assign_in(users, rundir.name())?;
+    match prepare_jail(user, rundir, directory, hardware, program) {
+        Err(e @ QemuUserError::File { .. }) if !is_required => {
+            tracing::warn!("QEMU runs as root: {e}");
+            Ok(None)
+        }
+        prepared => prepared.map(Some),
+    }
+}
+
+/// Returns what prevents that the QEMU of a machine runs as a user of its own: something that its jail would not have.
+#[must_use]
+pub fn obstacle(hardware: &Hardware) -> Option<String> {
+    if hardware.foreign.is_some() {
+        return Some("it was attached, so its files are only known from a command line".into());
+    }
+    let backing = qcow2_disks(hardware).find_map(|disk| images_below(&disk.path).into_iter().next());
+    if let Some(backing) = backing {
+        return Some(format!("the backing file {}", backing.display()));
+    }
+    if let Some((_, rule)) = hardware.forwards().find(|(_, rule)| is_privileged_port(rule)) {
+        return Some(format!("the forwarded port of `{rule}`, which is below 1024"));
+    }
+    let argument = host_access::of_arguments(&hardware.extra).into_iter().find_map(|access| match access {
+        HostAccess::Argument { text, .. } => Some(text),
+        HostAccess::File { .. } => None,
+    });
+    if let Some(text) = argument {
+        return Some(format!("`{text}` in its qemu_args"));
+    }
+    needs_privilege_for_userfaultfd().then(|| "this kernel has no /dev/userfaultfd (Linux 6.1)".into())
+}
+
+/// Returns whether a rule of a forwarded port (`tcp:ADDRESS:PORT-ADDRESS:PORT`) needs a privilege.
+fn is_privileged_port(rule: &str) -> bool {
+    let host_side = rule.split('-').next().unwrap_or_default();
+    let port = host_side.rsplit(':').next().and_then(|port| port.parse::<u16>().ok());
+    port.is_none_or(|port| (1..1024).contains(&port))
+}
+
+fn qcow2_disks(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
+    hardware.disks.iter().filter(|disk| !disk.server && disk.format == "qcow2")
+}
+
+fn assign_in(directory: &Path, name: &str) -> Result<u32, QemuUserError> {
     let failed = registry_error(directory, name);
     if let Some(user) = recorded_in(directory, name).map_err(&failed)? {
-        return Ok(Some(user));
+        return Ok(user);
     }
-    match record_in(directory, name).map_err(&failed)? {
-        Some(user) => Ok(Some(user)),
-        None => Err(QemuUserError::NoneFree { directory: directory.to_owned() }),
-    }
+    record_in(directory, name)
+        .map_err(&failed)?
+        .ok_or_else(|| QemuUserError::NoneFree { directory: directory.to_owned() })
 }
 
 /// Returns the user that the VM `name` has, also if it is not listed any more: its QEMU may still run as this user.
@@ -187,14 +243,8 @@ fn record_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
     Ok(None)
 }
 
-/// Gives the user of a VM what the QEMU in `directory` needs, and returns the jail for it.
-///
-/// *Needs:* the operation lock of the VM; RAM files that exist.
-/// *On failure:* nothing was started. Permissions that were given remain.
-///
-/// # Errors
-/// [`QemuUserError::OwnFile`], [`QemuUserError::File`], [`QemuUserError::Backing`].
-pub fn prepare_jail(
+/// Gives the user of a VM what the QEMU in `directory` needs.
+fn prepare_jail(
     user: u32,
     rundir: &RunDir,
     directory: &Directory,
@@ -242,7 +292,7 @@ pub fn prepare_jail(
             .map_err(at(&ram))?;
         paths.push(jail_path);
     }
-    for disk in hardware.disks.iter().filter(|disk| !disk.server && disk.format == "qcow2") {
+    for disk in qcow2_disks(hardware) {
         if let Some(backing) = images_below(&disk.path).into_iter().next() {
             let name = rundir.name().to_owned();
             return Err(QemuUserError::Backing { name, path: disk.path.clone(), backing });

@@ -126,6 +126,7 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
 #[test]
 fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     let lab = Lab::new();
+    lab.configure_host("qemu_own_user = false");
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("changed").section(&section(&path, "")).boot(&[]);
     let served_by = server(&guest).expect("a server");
@@ -138,7 +139,7 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
     // And back.
-    lab.configure_host("");
+    lab.configure_host("qemu_own_user = false");
     guest.warm(&[]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
@@ -160,6 +161,11 @@ fn an_image_with_a_backing_file_is_rejected() {
     let definition = lab.vm("layered").net(Net::None).section(&section).write();
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_own_user"]);
+    // Without a requirement, it runs as root, and doctor names the reason.
+    lab.configure_host("");
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    lab.rekindle(["doctor"]).prints(&["QEMU runs as root: layered (the backing file", base.to_str().unwrap()]);
+    lab.vm("layered").net(Net::None).guest().rekindle(&["stop", "--now"]).ok();
 }
 
 /// Starts a VM whose QEMU is a program that first attempts to reach what belongs to the host and to another VM, and
