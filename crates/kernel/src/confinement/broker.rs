@@ -131,6 +131,11 @@ impl Broker {
         thread::Builder::new().name("broker".into()).spawn(wait).map(drop)
     }
 
+    #[cfg(test)]
+    pub(super) fn close_all_but_first(&mut self) {
+        self.connections.truncate(1);
+    }
+
     /// Sends a request of integers, and waits for the answer.
     ///
     /// # Errors

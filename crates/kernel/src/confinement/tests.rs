@@ -149,15 +149,19 @@ fn a_broker_answers_a_confined_process_and_ends_with_it() {
 }
 
 #[test]
-fn a_process_that_ends_its_requests_is_not_ended_by_its_broker() {
+fn a_broker_runs_until_its_last_connection_is_closed() {
     let own = tempfile::tempdir().unwrap();
     let file = own.path().join("file");
     let outcome = run(&Attempt::Create(file), || {
-        let broker = Broker::start(8, CapabilitySet::empty(), |_| Ok(Answer::default())).unwrap();
-        broker.end_process_with_it().unwrap();
-        drop(broker);
-        // Enough for a broker that ends with the first connection.
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        let mut broker =
+            Broker::start(8, CapabilitySet::empty(), |_| Ok(u64::from(std::process::id()).into())).unwrap();
+        let pid = broker.ask_number([0; 4]).unwrap();
+        broker.close_all_but_first();
+        // The main thread, and that of the open connection.
+        while std::fs::read_dir(format!("/proc/{pid}/task")).expect("the broker runs").count() > 2 {
+            std::thread::yield_now();
+        }
+        assert_eq!(broker.ask_number([0; 4]).unwrap(), pid);
     });
     assert_eq!(outcome, Outcome::Done);
 }
