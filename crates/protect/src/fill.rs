@@ -151,7 +151,8 @@ impl Fill {
     pub(crate) fn connection_files(&self) -> Vec<PathBuf> {
         let Credentials { tls, environment_file, .. } = self.credentials();
         let mut files = tls.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default();
-        // A file that cannot be read is an error of `read_secrets`.
+        // A file that cannot be read is an error of `read_secrets`. Only an object store needs its secrets.
+        let environment_file = environment_file.filter(|_| matches!(self.store, StoreUrl::Objects(_)));
         files.extend(environment_file.and_then(|file| file.read().ok()).unwrap_or_default());
         files
     }
@@ -167,12 +168,15 @@ impl Fill {
         Ok(())
     }
 
-    /// Returns the file that the keys of an encrypted store are read from.
-    pub(crate) fn key_file(&self) -> Option<PathBuf> {
-        match self.credentials().keys? {
+    /// Returns the files that [`Fill::read_secrets`] reads.
+    pub(crate) fn secret_files(&self) -> Vec<PathBuf> {
+        let Credentials { keys, environment_file, .. } = self.credentials();
+        let key_file = keys.and_then(|keys| match keys {
             KeySource::File(path) => Some(path),
             KeySource::Command(_) => None,
-        }
+        });
+        let environment_file = environment_file.filter(|_| matches!(self.store, StoreUrl::Objects(_)));
+        key_file.into_iter().chain(environment_file.map(|file| file.path().to_owned())).collect()
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {

@@ -7,12 +7,12 @@
 
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager};
 use crate::fill_files::FillFiles;
-use crate::pager_confinement::{GrantedFiles, confinement};
+use crate::pager_confinement::{GrantedFiles, confinement, versions};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageId, PageNo, ZERO_PAGE};
-use rekindle_store::{Image, StoreError};
+use rekindle_store::{Image, StoreError, wait_as};
 use rekindle_vm::fault;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -177,11 +177,12 @@ impl MissingMemory {
             pager.close_through(close);
         }
         // After the broker was started, which needs no secrets.
+        // Before they are read, so that no change is missed.
+        let secrets = versions(fill.secret_files());
         fill.read_secrets()?;
-        let mut granted = GrantedFiles::default();
+        let confinement = confinement(fill);
+        let granted = GrantedFiles::of(&confinement, secrets);
         if confine {
-            let confinement = confinement(fill);
-            granted = GrantedFiles::of(&confinement, fill.key_file());
             confinement.enter()?;
             files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }
@@ -256,6 +257,8 @@ fn recently_written_pages_later(
 ) -> impl Iterator<Item = Option<(usize, Range<u64>)>> + use<> {
     let (sender, receiver) = mpsc::sync_channel(KNOWN_IN_ADVANCE);
     let send_all = move || {
+        // The guest's pages come first, although this thread waits for what it reads.
+        wait_as(rekindle_store::Need::Background);
         let sent = recently_written_pages(&image, &fill).map(|run| sender.send(run));
         sent.take_while(Result::is_ok).for_each(drop);
     };

@@ -58,31 +58,48 @@ pub(crate) fn confinement(fill: &Fill) -> Confinement {
     Confinement { files, calls }
 }
 
-/// The files and directories that a confined process may use, as they were when it was confined, and the file of the keys that
+/// The files and directories that a confined process may use, as they were when it was confined, and the files with secrets that
 /// it has read.
 #[derive(Debug, Default)]
-pub(crate) struct GrantedFiles(Vec<(PathBuf, FileId)>);
+pub(crate) struct GrantedFiles {
+    opened_later: Vec<(PathBuf, FileId)>,
+    read_already: Vec<(PathBuf, FileVersion)>,
+}
 
 /// Device and inode.
 type FileId = (u64, u64);
+/// A file, and when it was changed: seconds and nanoseconds.
+pub(crate) type FileVersion = (FileId, (i64, i64));
 
 impl GrantedFiles {
-    /// Inspects the files of a confinement that is about to be entered.
-    pub(crate) fn of(confinement: &Confinement, key_file: Option<PathBuf>) -> Self {
-        let paths = confinement.files.iter().map(|grant| grant.path.clone()).chain(key_file);
-        Self(paths.filter_map(|path| Some((path.clone(), file_id(&path)?))).collect())
+    /// Inspects the files of a confinement that is about to be entered. `secrets`: those that were read, as they were before that.
+    pub(crate) fn of(confinement: &Confinement, secrets: Vec<(PathBuf, FileVersion)>) -> Self {
+        let granted = confinement.files.iter().map(|grant| grant.path.clone());
+        Self {
+            opened_later: granted.filter_map(|path| Some((path.clone(), file_version(&path)?.0))).collect(),
+            read_already: secrets,
+        }
     }
 
-    /// Returns whether another file has the path of one of them now: a renewed certificate, another mount.
+    /// Returns whether another file has the path of one of them now (a renewed certificate, another mount), or a file with
+    /// secrets was changed.
     pub(crate) fn is_any_replaced(&self) -> bool {
         // A missing file may be in the middle of a replacement.
-        self.0.iter().any(|(path, id)| file_id(path).is_some_and(|current| current != *id))
+        let is_other = |(path, id): &(PathBuf, FileId)| file_version(path).is_some_and(|current| current.0 != *id);
+        let is_changed =
+            |(path, version): &(PathBuf, FileVersion)| file_version(path).is_some_and(|current| current != *version);
+        self.opened_later.iter().any(is_other) || self.read_already.iter().any(is_changed)
     }
 }
 
-fn file_id(path: &Path) -> Option<FileId> {
+/// Returns the files that exist, each with its version.
+pub(crate) fn versions(paths: Vec<PathBuf>) -> Vec<(PathBuf, FileVersion)> {
+    paths.into_iter().filter_map(|path| Some((path.clone(), file_version(&path)?))).collect()
+}
+
+fn file_version(path: &Path) -> Option<FileVersion> {
     let metadata = fs::metadata(path).ok()?;
-    Some((metadata.dev(), metadata.ino()))
+    Some(((metadata.dev(), metadata.ino()), (metadata.mtime(), metadata.mtime_nsec())))
 }
 
 /// Returns the resolver's configuration. Programs that change it replace the file, so its directory is granted if the
@@ -120,9 +137,14 @@ mod tests {
         let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
         fs::write(&file, "1").unwrap();
         let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
-        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES }, None);
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES }, Vec::new());
+        let nothing = Confinement { files: Vec::new(), calls: Calls::FILES };
+        let read = GrantedFiles::of(&nothing, versions(vec![file.clone()]));
+        assert!(!read.is_any_replaced());
         fs::write(&file, "2").unwrap();
-        assert!(!granted.is_any_replaced());
+        fs::File::options().write(true).open(&file).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+        assert!(!granted.is_any_replaced(), "it is opened again");
+        assert!(read.is_any_replaced(), "it was read");
         // The first file stays, so that the new one has another inode.
         fs::rename(&file, root.path().join("old")).unwrap();
         assert!(!granted.is_any_replaced());

@@ -64,7 +64,7 @@ impl fmt::Debug for Variables {
 /// Returns whether the value of this variable of an object store is a path. Any other value may be a secret.
 #[must_use]
 pub fn names_file(variable: &str) -> bool {
-    variable == "AWS_CA_BUNDLE" || (variable.starts_with(PREFIX) && variable.ends_with("_FILE"))
+    ["AWS_CA_BUNDLE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"].contains(&variable)
 }
 
 /// A file with the variables of an object store.

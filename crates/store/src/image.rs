@@ -31,7 +31,7 @@ use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES, MAX_STORED_PAGE_BYT
 use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
 use crate::objects::schedule::Need;
-use crate::objects::waiting::{may_wait, without_waiting};
+use crate::objects::waiting::{may_wait, need_without_waiting, without_waiting};
 use crate::segments::OpenSegments;
 use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
@@ -163,7 +163,12 @@ impl LocalImage {
     /// content.
     pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
         let index = self.index()?;
-        let error = match work(&index) {
+        let result = work(&index);
+        // To rebuild the index takes many requests. A hint does not wait for them: the read of the page does.
+        if need_without_waiting() == Some(Need::ReadAhead) {
+            return result;
+        }
+        let error = match result {
             Err(e @ StoreError::Missing { .. }) => e,
             // An object that is open can be removed.
             Err(e) if e.is_not_found() => e,
@@ -251,12 +256,17 @@ impl LocalImage {
             let is_complete = without_waiting(Need::ReadAhead, || {
                 self.with_index(|index| {
                     let wanted = self.locate(index, pages, |_| {})?;
+                    let mut is_complete = true;
                     for group in groups(&wanted) {
-                        if !self.start_group(index, group)? {
-                            return Ok(false);
+                        match self.start_group(index, group) {
+                            Ok(true) => {}
+                            Ok(false) => return Ok(false),
+                            // Its segment is being opened; those of the other groups are opened meanwhile.
+                            Err(e) if e.is_would_block() => is_complete = false,
+                            Err(e) => return Err(e),
                         }
                     }
-                    Ok(true)
+                    Ok(is_complete)
                 })
             });
             match is_complete {

@@ -71,8 +71,11 @@ impl OpenSegments {
         // Other threads must not wait: in an object store, opening is a request.
         let segment = Arc::new(open_checked(store, extent)?);
         let mut segments = self.segments();
-        if segments.len() >= MAX_OPEN_FILES {
-            segments.clear();
+        // One only: a reader may be among the others.
+        if segments.len() >= MAX_OPEN_FILES
+            && let Some(any) = segments.keys().next().copied()
+        {
+            segments.remove(&any);
         }
         Ok(segments.entry(key).or_insert(segment).clone())
     }

@@ -457,10 +457,13 @@ impl Pager {
                     Some(need) => source.page_if_ready(paged.id, number, small_page, need),
                     None => source.page(paged.id, number, small_page).map(Some),
                 };
-                match fetched.map_err(|e| (number, e))? {
-                    Some(Content::Data) => content = Content::Data,
-                    Some(Content::Zero) => small_page.fill(0),
-                    None => are_all_ready = false,
+                match fetched {
+                    Ok(Some(Content::Data)) => content = Content::Data,
+                    Ok(Some(Content::Zero)) => small_page.fill(0),
+                    Ok(None) => are_all_ready = false,
+                    // Pages before it need not be fetched again. The next attempt returns the error.
+                    Err(_) if !contents.is_empty() => return Ok(contents),
+                    Err(e) => return Err((number, e)),
                 }
             }
             if are_all_ready {

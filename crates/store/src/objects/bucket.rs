@@ -1,11 +1,13 @@
 //! Requests to an object store. A small pool of threads sends them; callers wait.
 
 use super::schedule::{JobId, Need, Schedule};
+use super::waiting::waiting_need;
 use bytes::Bytes;
-use futures_util::FutureExt;
+use futures_util::{FutureExt, StreamExt};
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, Error, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
+    Attribute, Attributes, Error, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
+    PutPayload,
 };
 use std::future::Future;
 use std::io;
@@ -186,8 +188,8 @@ impl Bucket {
             let options = GetOptions { range: Some(GetRange::Bounded(0..len)), ..GetOptions::default() };
             match bucket.objects.get_opts(&path, options).await {
                 Ok(found) => {
-                    let len = found.meta.size;
-                    Ok(Front { bytes: found.bytes().await.map_err(io_error)?, len })
+                    let size = found.meta.size;
+                    Ok(Front { bytes: exactly(found, len.min(size)).await?, len: size })
                 }
                 Err(e @ (Error::NotFound { .. } | Error::PermissionDenied { .. } | Error::Unauthenticated { .. })) => {
                     Err(io_error(e))
@@ -204,7 +206,11 @@ impl Bucket {
     /// Starts to read a range of an object. The result need not be awaited.
     pub fn start_read(self: &Arc<Self>, name: &str, range: Range<u64>, need: Need) -> Pending<Bytes> {
         let (bucket, path) = (self.clone(), self.path(name));
-        self.start(need, async move { bucket.objects.get_range(&path, range).await.map_err(io_error) })
+        self.start(need, async move {
+            let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
+            let found = bucket.objects.get_opts(&path, options).await.map_err(io_error)?;
+            exactly(found, range.end - range.start).await
+        })
     }
 
     fn start<T: Clone + Send + Sync + 'static>(
@@ -221,9 +227,9 @@ impl Bucket {
         Pending { job, result }
     }
 
-    /// Waits for the result of a GET, which gets the highest priority.
+    /// Waits for the result of a GET, which becomes as urgent as the thread's waiting is.
     pub fn wait_for<T: Clone>(&self, pending: &Pending<T>) -> io::Result<T> {
-        self.promote(pending, Need::Guest);
+        self.promote(pending, waiting_need());
         let mut receiver = pending.result.clone();
         self.wait(async {
             // An error means that the task was cancelled.
@@ -288,9 +294,31 @@ fn may_pass(error: &Error) -> bool {
     }
 }
 
+/// Returns the content of an answer of `len` bytes. A connection can end early without an error, and a server can send without
+/// end.
+async fn exactly(found: GetResult, len: u64) -> io::Result<Bytes> {
+    // `Bytes` keeps what a vector has reserved.
+    let mut content = Vec::with_capacity(usize::try_from(len).map_err(io::Error::other)?);
+    let mut parts = found.into_stream();
+    while let Some(part) = parts.next().await {
+        content.extend_from_slice(&part.map_err(io_error)?);
+        if content.len() as u64 > len {
+            break;
+        }
+    }
+    if content.len() as u64 == len {
+        return Ok(content.into());
+    }
+    Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the object store's answer has another length than the request"))
+}
+
 fn io_error(error: Error) -> io::Error {
     if matches!(error, Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) {
-        let what = format!("the object store denies access; check the AWS_ variables and the user's rights: {error}");
+        let what = format!(
+            "the object store denies access; check the AWS_ variables (also those of the environment file) and the user's rights: \
+             {}",
+            brief(&error)
+        );
         return io::Error::other(what);
     }
     let kind = match &error {
@@ -300,5 +328,42 @@ fn io_error(error: Error) -> io::Error {
         Error::NotSupported { .. } | Error::NotImplemented { .. } => io::ErrorKind::Unsupported,
         _ => io::ErrorKind::TimedOut,
     };
-    io::Error::new(kind, error)
+    io::Error::new(kind, brief(&error))
+}
+
+/// Describes an error with its causes. Of an answer of the server, it has the code only: others may repeat the request, with
+/// credentials.
+fn brief(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        let next_text = next.to_string();
+        if !text.contains(&next_text) {
+            text = format!("{text}: {next_text}");
+        }
+        cause = next.source();
+    }
+    let code = text.split_once("<Code>").and_then(|(_, rest)| Some(rest.split_once("</Code>")?.0));
+    match (text.split_once('<'), code) {
+        (Some((before, _)), Some(code)) => format!("{before}{code}"),
+        (Some((before, _)), None) => before.trim_end().to_owned(),
+        (None, _) => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_does_not_repeat_the_request_with_its_token() {
+        let answer = "403 Forbidden: <?xml version=\"1.0\"?><Error><Code>SignatureDoesNotMatch</Code><Message>m</Message>\
+                      <CanonicalRequest>x-amz-security-token:secret</CanonicalRequest></Error>";
+        let error = Error::Generic { store: "S3", source: answer.into() };
+        let text = io_error(error).to_string();
+        assert!(text.contains("403 Forbidden: SignatureDoesNotMatch") && !text.contains("secret"), "{text}");
+        let without_code = Error::Generic { store: "S3", source: "502: <html>token</html>".into() };
+        let text = io_error(without_code).to_string();
+        assert!(text.contains("502") && !text.contains("token"), "{text}");
+    }
 }

@@ -3,11 +3,11 @@
 //!
 //! Adjacent chunks are read with one GET, and several GETs are in flight ([`super::schedule`]). A reader that reads chunk
 //! after chunk finds the next ones read or in flight (*read-ahead*), so that its speed does not depend on the latency of
-//! the server. Chunks that were read ahead and not used yet take at most half of the cache.
+//! the server. Chunks that were read ahead and not used yet take a part of the cache only.
 
 use super::bucket::{Bucket, Front, Pending};
 use super::schedule::Need;
-use super::waiting::{need_without_waiting, would_block};
+use super::waiting::{need_without_waiting, waiting_need, would_block};
 use bytes::Bytes;
 use rekindle_kernel::durable_file::DurableFile;
 use std::collections::HashMap;
@@ -27,8 +27,9 @@ const READ_AHEAD_CHUNKS: u64 = 4 * CHUNKS_PER_GET;
 /// Limit of the cache of a store.
 const CACHED_CHUNKS: usize = 128;
 
-/// Limit of the chunks that were read ahead and that nothing has used yet.
-const MAX_UNUSED_CHUNKS: usize = CACHED_CHUNKS / 2;
+/// Limit of the chunks that were read ahead and that nothing has used yet. Less than half, so that what a reader has consumed
+/// is removed earlier than what it has not reached yet.
+const MAX_UNUSED_CHUNKS: usize = CACHED_CHUNKS * 3 / 8;
 
 /// Limit of objects that are being opened by callers that do not wait.
 const MAX_OPENING: usize = 64;
@@ -105,16 +106,14 @@ impl CachedChunks {
         self.chunks.insert(id, CachedChunk { get, used: self.uses, is_unused: need == Need::ReadAhead });
     }
 
-    /// Removes all chunks of one GET, which share their memory: one that nothing has used yet, otherwise the one whose last
-    /// use is the longest ago. A GET in flight that a reader waits for stays, so that it is not repeated; the schedule
-    /// limits how many there are.
+    /// Removes all chunks of the GET whose last use is the longest ago; they share their memory. To be read ahead is a use,
+    /// so that what a reader has consumed is removed before what it needs next. A GET in flight that a reader waits for stays,
+    /// so that it is not repeated; the schedule limits how many there are.
     fn evict(&mut self) {
-        /// Whether something has used the GET, and the number of its last use.
-        type Use = (bool, u64);
-        let mut last_uses: HashMap<ChunkId, Use> = HashMap::new();
+        let mut last_uses: HashMap<ChunkId, u64> = HashMap::new();
         for ((object, _), cached) in &self.chunks {
             let last_use = last_uses.entry((*object, cached.get.first_chunk)).or_default();
-            *last_use = (!cached.is_unused, cached.used).max(*last_use);
+            *last_use = cached.used.max(*last_use);
         }
         let is_awaited = |cached: &CachedChunk| !cached.is_unused && cached.get.pending.ended().is_none();
         for ((object, _), cached) in self.chunks.iter().filter(|(_, cached)| is_awaited(cached)) {
@@ -149,7 +148,7 @@ impl ChunkCache {
     fn front(&self, bucket: &Arc<Bucket>, name: &str) -> io::Result<Front> {
         let Some(need) = need_without_waiting() else {
             let started = self.opening().remove(name).filter(|pending| !pending.has_failed());
-            let pending = started.unwrap_or_else(|| bucket.start_front(name, CHUNK_BYTES, Need::Guest));
+            let pending = started.unwrap_or_else(|| bucket.start_front(name, CHUNK_BYTES, waiting_need()));
             return bucket.wait_for(&pending);
         };
         let mut opening = self.opening();
@@ -160,6 +159,9 @@ impl ChunkCache {
             };
             opening.remove(name);
             return ended;
+        }
+        if need == Need::Guest {
+            bucket.schedule().expect_guests();
         }
         if bucket.schedule().has_room(need) {
             if opening.len() >= MAX_OPENING {
@@ -258,7 +260,7 @@ impl OpenObject {
     fn gets_to_read(&self, chunks: Range<u64>) -> Vec<Option<Get>> {
         let mut cached = self.cache.cached();
         let need = need_without_waiting();
-        let gets = self.gets(&mut cached, chunks.clone(), need.unwrap_or(Need::Guest), |_| {
+        let gets = self.gets(&mut cached, chunks.clone(), need.unwrap_or_else(waiting_need), |_| {
             need.is_none_or(|need| self.bucket.schedule().has_room(need))
         });
         // Most reads are in the chunk of the previous read.
@@ -294,6 +296,12 @@ impl OpenObject {
             get.chunk(&get.pending.ended().unwrap_or_else(|| Err(would_block()))?, chunk)
         };
         chunks.zip(&gets).map(read).collect()
+    }
+}
+
+impl Drop for OpenObject {
+    fn drop(&mut self) {
+        self.cache.cached().chunks.retain(|(object, _), _| *object != self.id);
     }
 }
 

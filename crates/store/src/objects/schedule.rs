@@ -14,7 +14,9 @@ use tokio::runtime::Handle;
 /// Limit of the GETs that are in flight.
 pub(crate) const MAX_IN_FLIGHT: usize = 8;
 /// Limit of those in flight that nothing waits for.
-const MAX_UNNEEDED_IN_FLIGHT: usize = 6;
+pub(crate) const MAX_UNNEEDED_IN_FLIGHT: usize = 6;
+/// The same while a guest waits: they share the bandwidth with what it needs.
+const MAX_UNNEEDED_WHILE_WAITING: usize = 2;
 /// Limit of the read-ahead that is queued. More is not started.
 const MAX_QUEUED_AHEAD: usize = 8;
 /// Limit of queued GETs of callers that do not wait. They try again later.
@@ -48,6 +50,8 @@ struct Queues {
     /// Those in flight that were not for a guest when they were sent.
     unneeded_in_flight: usize,
     started: JobId,
+    /// Whether guests wait for what is read here. Otherwise [`Need::Guest`] only means that a thread waits.
+    has_guests: bool,
 }
 
 impl Queues {
@@ -68,7 +72,9 @@ impl Queues {
             self.in_flight += 1;
             return Some((job, true));
         }
-        if self.unneeded_in_flight >= MAX_UNNEEDED_IN_FLIGHT {
+        let is_guest_waiting = self.has_guests && self.in_flight > self.unneeded_in_flight;
+        let limit = if is_guest_waiting { MAX_UNNEEDED_WHILE_WAITING } else { MAX_UNNEEDED_IN_FLIGHT };
+        if self.unneeded_in_flight >= limit {
             return None;
         }
         let job = self.background.pop_front().or_else(|| self.ahead.pop_front())?;
@@ -125,6 +131,11 @@ impl Schedule {
         let mut queues = self.queues();
         let limit = if need == Need::ReadAhead { MAX_QUEUED_AHEAD } else { MAX_QUEUED_NEEDED };
         queues.queue(need).len() < limit
+    }
+
+    /// From now on, what nothing waits for leaves bandwidth to the rest.
+    pub fn expect_guests(&self) {
+        self.queues().has_guests = true;
     }
 
     /// Starts or queues a GET.
@@ -192,7 +203,9 @@ impl Schedule {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
-    use futures_util::FutureExt;
+    use futures_util::{FutureExt, poll};
+    use std::pin::pin;
+    use std::task::Poll;
     use std::time::Duration;
     use tokio::sync::Semaphore;
     use tokio::sync::mpsc::unbounded_channel;
@@ -204,11 +217,20 @@ mod tests {
         let schedule = Schedule::new(runtime.handle());
         let (sender, mut sent) = unbounded_channel();
         let may_end = Arc::new(Semaphore::new(0));
+        schedule.expect_guests();
         let start = |need: Need| {
             let (sender, may_end) = (sender.clone(), may_end.clone());
             let work = async move {
+                let mut permit = pin!(may_end.acquire());
+                // They may end in the order of their messages, so each waits before it sends its own.
+                let permitted = poll!(&mut permit);
                 sender.send(need).unwrap();
-                may_end.acquire().await.unwrap().forget();
+                match permitted {
+                    Poll::Ready(permit) => permit,
+                    Poll::Pending => permit.await,
+                }
+                .unwrap()
+                .forget();
             };
             schedule.start(need, work.boxed())
         };
@@ -242,9 +264,13 @@ mod tests {
         assert_eq!(schedule.queues().ahead.len(), MAX_QUEUED_AHEAD - 1);
         let mut counter = [0; 8];
         assert_eq!(rustix::io::read(ends, &mut counter).unwrap(), 8);
+        // While guests wait, what nothing waits for gets no further place.
         may_end.add_permits(1);
-        assert_eq!(take(1), [Need::Background]);
+        while in_flight() != (MAX_IN_FLIGHT - 1, MAX_UNNEEDED_IN_FLIGHT - 3) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         may_end.add_permits(100);
+        assert_eq!(take(1), [Need::Background]);
         assert_eq!(take(MAX_QUEUED_AHEAD - 1).len(), MAX_QUEUED_AHEAD - 1);
         while in_flight() != (0, 0) {
             std::thread::sleep(Duration::from_millis(1));

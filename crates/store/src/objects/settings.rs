@@ -62,11 +62,26 @@ pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectSto
     Ok(Arc::new(builder.with_client_options(options).build().map_err(invalid)?))
 }
 
-/// Returns the `AWS_*` variables that are not empty: those of `file`, and those of the environment that it does not set.
-fn merged(environment: impl Iterator<Item = (OsString, OsString)>, file: &Variables) -> BTreeMap<String, String> {
+/// Returns the `AWS_*` variables that are not empty: those of the environment, then those of `file`. A later one replaces an
+/// earlier one, also one with another name for the same setting. If the file has a key, no credential of the environment
+/// is used: that of another account must not be combined with it.
+fn merged(environment: impl Iterator<Item = (OsString, OsString)>, file: &Variables) -> Vec<(String, String)> {
+    const CREDENTIALS: [&str; 8] = [
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_TOKEN",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_ROLE_ARN",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    ];
     let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
-    let inherited = environment.filter_map(text).filter(|(name, value)| name.starts_with("AWS_") && !value.is_empty());
-    inherited.chain(file.0.clone()).collect()
+    let has_key = file.0.contains_key("AWS_ACCESS_KEY_ID");
+    let is_used = |name: &str| name.starts_with("AWS_") && !(has_key && CREDENTIALS.contains(&name));
+    let inherited = environment.filter_map(text).filter(|(name, value)| is_used(name) && !value.is_empty());
+    let inherited: BTreeMap<_, _> = inherited.filter(|(name, _)| !file.0.contains_key(name)).collect();
+    inherited.into_iter().chain(file.0.clone()).collect()
 }
 
 #[cfg(test)]
@@ -75,13 +90,21 @@ mod tests {
 
     #[test]
     fn variables_of_the_file_replace_those_of_the_environment() {
-        let variables = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
-            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        let file = |pairs: &[(&str, &str)]| {
+            Variables(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
         };
+        let merge = |inherited: &[(&str, &str)], file: &Variables| {
+            let inherited = inherited.iter().map(|(name, value)| (OsString::from(name), OsString::from(value)));
+            merged(inherited, file).into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>()
+        };
+        let region = file(&[("AWS_REGION", "b")]);
         let inherited = [("AWS_REGION", "a"), ("AWS_TIMEOUT", "5s"), ("AWS_CA_BUNDLE", ""), ("HOME", "/root")];
-        let inherited = inherited.map(|(name, value)| (OsString::from(name), OsString::from(value)));
-        let file = Variables(variables(&[("AWS_REGION", "b"), ("AWS_ACCESS_KEY_ID", "id")]));
-        let expected = variables(&[("AWS_REGION", "b"), ("AWS_TIMEOUT", "5s"), ("AWS_ACCESS_KEY_ID", "id")]);
-        assert_eq!(merged(inherited.into_iter(), &file), expected);
+        assert_eq!(merge(&inherited, &region), ["AWS_TIMEOUT=5s", "AWS_REGION=b"]);
+        // The last one counts, whatever it is called.
+        let endpoint = file(&[("AWS_ENDPOINT", "b")]);
+        assert_eq!(merge(&[("AWS_ENDPOINT_URL", "a")], &endpoint), ["AWS_ENDPOINT_URL=a", "AWS_ENDPOINT=b"]);
+        let token = [("AWS_SESSION_TOKEN", "t"), ("AWS_ROLE_ARN", "r")];
+        assert_eq!(merge(&token, &region).len(), 3);
+        assert_eq!(merge(&token, &file(&[("AWS_ACCESS_KEY_ID", "id")])), ["AWS_ACCESS_KEY_ID=id"]);
     }
 }

@@ -13,6 +13,11 @@ thread_local! {
     static NEED: Cell<Option<Need>> = const { Cell::new(None) };
 }
 
+thread_local! {
+    /// How urgent the reads of this thread are while it may wait.
+    static WAITING: Cell<Need> = const { Cell::new(Need::Guest) };
+}
+
 /// Restores the previous state on drop, also during a panic.
 struct Restored(Option<Need>);
 
@@ -20,6 +25,16 @@ impl Drop for Restored {
     fn drop(&mut self) {
         NEED.set(self.0);
     }
+}
+
+/// Makes the reads of this thread, which may wait for them, no more urgent than `need`. For a thread of its own.
+pub fn wait_as(need: Need) {
+    WAITING.set(need);
+}
+
+/// Returns how urgent the reads are that this thread waits for.
+pub(super) fn waiting_need() -> Need {
+    WAITING.get()
 }
 
 fn with<T>(need: Option<Need>, work: impl FnOnce() -> T) -> T {
@@ -38,7 +53,7 @@ pub(crate) fn may_wait<T>(work: impl FnOnce() -> T) -> T {
 }
 
 /// Returns how urgent the reads of this thread are, if it must not wait.
-pub(super) fn need_without_waiting() -> Option<Need> {
+pub(crate) fn need_without_waiting() -> Option<Need> {
     NEED.get()
 }
 

@@ -3,8 +3,8 @@
 
 use super::disk::{Encrypted, TestDisk, keys};
 use super::full::walk;
+use super::memory_objects::MemoryObjects;
 use super::model::{Change, Model, check_image, content, image, open, open_as, send, vm};
-use super::objects::MemoryObjects;
 use super::{epoch, guest, history};
 use crate::admin;
 use crate::credentials::Credentials;

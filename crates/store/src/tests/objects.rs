@@ -2,257 +2,19 @@
 //! answers, requests that are carried out late, and servers that ignore conditions.
 
 use super::disk::TestDisk;
-use super::model::{Change, Model, content, image, open, open_as, vm};
+use super::memory_objects::{Fault, MemoryObjects};
+use super::model::{Change, Model, open, open_as};
 use super::{epoch, guest, history};
 use crate::directory::StoreDirectory;
-use crate::engine::{Engine, EngineSettings};
 use crate::error::StoreError;
 use crate::format::names;
-use crate::image::LocalImage;
 use crate::listing::list;
-use crate::location::Storage;
-use crate::objects::schedule::Need;
-use crate::objects::{CHUNK_BYTES, CHUNKS_PER_GET, MAX_IN_FLIGHT, ObjectDisk};
-use crate::types::Owner;
 use crate::verify::verify;
-use async_trait::async_trait;
 use bytes::Bytes;
-use futures_util::stream::BoxStream;
-use futures_util::{FutureExt, StreamExt};
-use object_store::memory::InMemory;
+use futures_util::FutureExt;
 use object_store::path::Path;
-use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
-};
+use object_store::{ObjectStore, PutOptions};
 use proptest::prelude::*;
-use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
-use rekindle_testing::crash_disk::Meanwhile;
-use rustix::event::{PollFd, PollFlags, poll};
-use std::fmt;
-use std::io;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-
-/// What happens to a request that changes the object store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fault {
-    /// It is carried out, but has no answer.
-    LostAnswer,
-    /// It is carried out when [`MemoryObjects::carry_out_late_request`] is called, and has no answer.
-    Late,
-    /// It and all later ones fail and are not carried out.
-    Outage,
-}
-
-/// A request that is carried out late.
-type LateRequest = (Path, PutPayload, PutOptions);
-
-#[derive(Default)]
-struct Faults {
-    /// Requests that are still carried out normally before the fault.
-    after: usize,
-    fault: Option<Fault>,
-    late: Option<LateRequest>,
-    interruption: Option<(usize, Meanwhile)>,
-    /// Number of requests that list objects.
-    lists: usize,
-    reads: Reads,
-}
-
-/// GETs of content.
-#[derive(Debug, Clone, Copy, Default)]
-struct Reads {
-    count: usize,
-    in_flight: usize,
-    most_in_flight: usize,
-    /// Time that each takes.
-    latency: Duration,
-    /// GETs that fail from now on.
-    failing: usize,
-}
-
-/// An object store in memory. Clones share the content and the faults; [`TestDisk::handle`] shares only the content.
-#[derive(Clone, Default)]
-pub struct MemoryObjects {
-    objects: Arc<InMemory>,
-    faults: Arc<Mutex<Faults>>,
-    ignores_conditions: bool,
-}
-
-impl fmt::Debug for MemoryObjects {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("MemoryObjects")
-    }
-}
-
-impl fmt::Display for MemoryObjects {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("memory")
-    }
-}
-
-fn no_answer() -> Error {
-    Error::Generic { store: "memory", source: "no answer".into() }
-}
-
-impl MemoryObjects {
-    fn fail_after(&self, after: usize, fault: Fault) {
-        let mut faults = self.faults.lock().unwrap();
-        (faults.after, faults.fault) = (after, Some(fault));
-    }
-
-    /// Ends the faults. Returns whether there was none yet.
-    fn stop_failing(&self) -> bool {
-        let mut faults = self.faults.lock().unwrap();
-        match faults.fault.take() {
-            Some(Fault::Outage) => faults.after > 0,
-            Some(_) => true,
-            None => false,
-        }
-    }
-
-    fn carry_out_late_request(&self) -> Option<Result<PutResult>> {
-        let (path, payload, options) = self.faults.lock().unwrap().late.take()?;
-        self.objects.put_opts(&path, payload, options).now_or_never()
-    }
-
-    /// Changes the counters of GETs, and returns them as they were after that.
-    fn count_reads(&self, change: impl FnOnce(&mut Reads)) -> Reads {
-        let mut faults = self.faults.lock().unwrap();
-        change(&mut faults.reads);
-        faults.reads
-    }
-
-    fn lists(&self) -> usize {
-        self.faults.lock().unwrap().lists
-    }
-
-    /// Counts a request that changes something. Returns its fault.
-    fn next_fault(&self) -> Option<Fault> {
-        let work = {
-            let mut faults = self.faults.lock().unwrap();
-            match &mut faults.interruption {
-                Some((0, _)) => faults.interruption.take().map(|(_, work)| work),
-                Some((after, _)) => {
-                    *after -= 1;
-                    None
-                }
-                None => None,
-            }
-        };
-        if let Some(work) = work {
-            // The work waits for requests of its own.
-            std::thread::scope(|scope| drop(scope.spawn(work).join()));
-        }
-        let mut faults = self.faults.lock().unwrap();
-        faults.fault?;
-        if faults.after > 0 {
-            faults.after -= 1;
-            return None;
-        }
-        match faults.fault {
-            Some(Fault::Outage) => Some(Fault::Outage),
-            _ => faults.fault.take(),
-        }
-    }
-}
-
-#[async_trait]
-impl ObjectStore for MemoryObjects {
-    async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
-        if self.ignores_conditions {
-            options.mode = PutMode::Overwrite;
-        }
-        match self.next_fault() {
-            None => self.objects.put_opts(path, payload, options).await,
-            Some(Fault::LostAnswer) => {
-                let _ = self.objects.put_opts(path, payload, options).await;
-                Err(no_answer())
-            }
-            Some(Fault::Late) => {
-                self.faults.lock().unwrap().late = Some((path.clone(), payload, options));
-                // The client tries again, but from now on no request gets through.
-                self.fail_after(0, Fault::Outage);
-                Err(no_answer())
-            }
-            Some(Fault::Outage) => Err(no_answer()),
-        }
-    }
-
-    async fn put_multipart_opts(&self, path: &Path, options: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
-        self.objects.put_multipart_opts(path, options).await
-    }
-
-    async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
-        if options.head {
-            return self.objects.get_opts(path, options).await;
-        }
-        let Reads { latency, failing, .. } = self.count_reads(|reads| {
-            reads.count += 1;
-            reads.in_flight += 1;
-            reads.most_in_flight = reads.most_in_flight.max(reads.in_flight);
-        });
-        if !latency.is_zero() {
-            tokio::time::sleep(latency).await;
-        }
-        self.count_reads(|reads| {
-            reads.in_flight -= 1;
-            reads.failing = reads.failing.saturating_sub(1);
-        });
-        if failing > 0 {
-            return Err(no_answer());
-        }
-        self.objects.get_opts(path, options).await
-    }
-
-    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        match self.next_fault() {
-            Some(Fault::Outage) => futures_util::stream::iter([Err(no_answer())]).boxed(),
-            _ => self.objects.delete_stream(paths),
-        }
-    }
-
-    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.objects.list(prefix)
-    }
-
-    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
-        self.faults.lock().unwrap().lists += 1;
-        self.objects.list_with_delimiter(prefix).await
-    }
-
-    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        self.objects.copy_opts(from, to, options).await
-    }
-}
-
-impl TestDisk for MemoryObjects {
-    const COMMIT_STEPS: usize = 4;
-    const COMPACTION_STEPS: usize = 5;
-
-    fn shared(&self) -> Storage {
-        let objects = Arc::new(self.clone());
-        Arc::new(ObjectDisk::with(objects, "site/web", "s3://memory/site/web".into()).unwrap()).into()
-    }
-
-    fn handle(&self) -> Self {
-        Self { faults: Arc::default(), ..self.clone() }
-    }
-
-    fn interrupt(&self, after: usize, work: Meanwhile) {
-        self.faults.lock().unwrap().interruption = Some((after, work));
-    }
-
-    fn names(&self) -> Vec<String> {
-        let listed: Vec<_> = self.objects.list(None).collect().now_or_never().unwrap();
-        let prefix = "site/web/";
-        listed
-            .into_iter()
-            .map(|meta| meta.unwrap().location.as_ref().strip_prefix(prefix).unwrap().to_owned())
-            .collect()
-    }
-}
 
 fn change(n: u64) -> Change {
     let pages = (0..14u64).map(|i| (0usize, (n * 5 + i * (1 + n % 3)) % 30, 1 + (n + i) % 9)).collect();
@@ -375,7 +137,7 @@ fn a_request_that_is_carried_out_late_changes_nothing_that_counts() {
             writer.fail_after(after, Fault::Late);
             let committed = model.commit(&mut engine, &change(3));
             engine.remove_obsolete_files();
-            let is_complete = writer.faults.lock().unwrap().late.is_none();
+            let is_complete = !writer.has_late_request();
             writer.stop_failing();
             if is_complete {
                 assert!(after > 0, "a commit has more requests than {after}");
@@ -417,7 +179,7 @@ fn a_request_that_is_carried_out_late_changes_nothing_that_counts() {
 
 #[test]
 fn a_server_that_ignores_conditions_is_rejected() {
-    let disk = MemoryObjects { ignores_conditions: true, ..MemoryObjects::default() };
+    let disk = MemoryObjects::default().without_conditions();
     let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
     assert!(std::error::Error::source(&e).unwrap().to_string().contains("ignores the condition"), "{e}");
     // Nothing that counts was written.
@@ -425,7 +187,7 @@ fn a_server_that_ignores_conditions_is_rejected() {
     let good = MemoryObjects::default();
     drop(open(&good, 2).unwrap());
     // The server was replaced by one that ignores conditions: no process may claim the store.
-    let bad = MemoryObjects { ignores_conditions: true, ..good.handle() };
+    let bad = good.handle().without_conditions();
     let before = bad.names();
     assert!(open(&bad, 2).is_err());
     assert_eq!(bad.names(), before);
@@ -446,7 +208,7 @@ fn an_unused_store_is_created_once() {
 fn a_prefix_with_other_objects_is_rejected() {
     let disk = MemoryObjects::default();
     let other = Path::from("site/web/photos/1.jpeg");
-    disk.objects
+    disk.contents()
         .put_opts(&other, Bytes::from_static(b"x").into(), PutOptions::default())
         .now_or_never()
         .unwrap()
@@ -498,197 +260,4 @@ fn of_owners_that_claim_concurrently_each_has_an_epoch_of_its_own() {
     });
     assert_eq!(winners, 1);
     model.check(&disk);
-}
-
-#[test]
-fn an_object_is_read_in_any_pieces() {
-    let disk = MemoryObjects::default().shared().disk;
-    let content: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let file = disk.create("segments/x").unwrap();
-    file.write_at(&content[1000..], 1000).unwrap();
-    file.write_at(&content[..1000], 0).unwrap();
-    file.start_sync();
-    file.sync().unwrap();
-    assert_eq!(file.write_at(b"x", 0).unwrap_err().kind(), io::ErrorKind::Unsupported);
-    let file = disk.open("segments/x").unwrap();
-    assert_eq!(file.length().unwrap(), 3_000_000);
-    for (offset, len) in
-        [(0, 10), (262_140, 10), (2_999_990, 100), (3_000_000, 5), (1_000_000, 1_500_000), (0, 3_000_000), (4 << 20, 1)]
-    {
-        let mut found = vec![0; len];
-        let count = file.read_at(&mut found, offset as u64).unwrap();
-        let expected = content.get(offset..).unwrap_or_default();
-        let expected = &expected[..expected.len().min(len)];
-        assert!(found[..count] == *expected, "{offset} {len}");
-    }
-    assert_eq!(disk.create("segments/x").unwrap().sync().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-    disk.remove("segments/x").unwrap();
-    assert_eq!(disk.open("segments/x").unwrap_err().kind(), io::ErrorKind::NotFound);
-    assert_eq!(vm().name, "web");
-}
-
-/// Reads all pages as a pager does, one after the other, after the next ones were announced. Returns their number.
-fn read_like_a_pager(image: &LocalImage, mut check: impl FnMut(PageNo, &Page)) -> u64 {
-    let order: Vec<_> = image.hot().unwrap().collect();
-    let mut found = [0; PAGE_SIZE];
-    let mut announced = 0;
-    let arrivals = image.arrivals().unwrap();
-    for (number, (block, page)) in order.iter().enumerate() {
-        if number % 64 == 0 {
-            announced = announced.max(number);
-            announced += image.start_reads(&order[announced..order.len().min(announced + 1024)]).unwrap();
-        }
-        while !image.read_page_if_ready((*block, *page), &mut found, Need::Background).unwrap() {
-            poll(&mut [PollFd::new(&arrivals, PollFlags::IN)], None).unwrap();
-            rustix::io::read(arrivals, &mut [0; 8]).unwrap();
-        }
-        check(*page, &found);
-    }
-    order.len() as u64
-}
-
-/// Returns a store with one checkpoint of a block of `pages` pages that cannot be compressed.
-fn with_full_checkpoint(pages: u64, segment: u64) -> MemoryObjects {
-    let disk = MemoryObjects::default();
-    let settings = EngineSettings { keep: 2, segment, create: true };
-    let mut engine = Engine::open(disk.shared(), &vm(), &Owner::here("test"), None, settings).unwrap();
-    let mut model = Model { keep: 2, ..Model::default() };
-    // Each odd kind of content is another page that cannot be compressed.
-    let written = (0..pages).map(|page| (0, page, 2 * page + 1)).collect();
-    model.commit(&mut engine, &Change { blocks: vec![("ram", pages)], pages: written }).unwrap();
-    engine.settle().unwrap();
-    disk
-}
-
-/// The time until all pages are read must not be the latency of the server times the pages.
-#[test]
-fn pages_are_read_with_few_requests_of_which_several_are_in_flight() {
-    const PAGES: u64 = 4000;
-    const SEGMENT_BYTES: u64 = 8 << 20;
-    let disk = with_full_checkpoint(PAGES, SEGMENT_BYTES);
-    let opened = image(&disk, None).unwrap();
-    let before = disk.count_reads(|reads| reads.latency = Duration::from_millis(2));
-    let read = read_like_a_pager(&opened, |page, found| assert!(*found == content(2 * page.0 + 1), "{page}"));
-    assert_eq!(read, PAGES);
-    let after = disk.count_reads(|_| ());
-    let (stored, requests) = (PAGES * PAGE_SIZE as u64, (after.count - before.count) as u64);
-    // In each object some requests are smaller: at its end, and where a directory was read before.
-    let smaller = 4 * stored.div_ceil(SEGMENT_BYTES);
-    assert!(requests <= stored.div_ceil(CHUNKS_PER_GET * CHUNK_BYTES) + smaller, "{requests} GETs");
-    // Opening an object is a GET of its own.
-    assert!((3..=MAX_IN_FLIGHT + 1).contains(&after.most_in_flight), "{after:?}");
-
-    // Pages that are not near each other, without an announcement.
-    let spread: Vec<_> = (0..PAGES).step_by(500).map(|page| (BlockId(0), PageNo(page))).collect();
-    let opened = image(&disk, None).unwrap();
-    disk.count_reads(|reads| reads.most_in_flight = 0);
-    opened.read_stored(&spread).unwrap();
-    let after = disk.count_reads(|_| ());
-    assert!((3..=MAX_IN_FLIGHT).contains(&after.most_in_flight), "{after:?}");
-}
-
-#[test]
-fn a_chunk_that_could_not_be_read_ahead_is_read_when_it_is_needed() {
-    let disk = MemoryObjects::default();
-    let shared = disk.shared();
-    let content: Vec<u8> = (0..4_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let file = shared.disk.create("segments/x").unwrap();
-    file.write_at(&content, 0).unwrap();
-    file.sync().unwrap();
-    let file = shared.disk.open("segments/x").unwrap();
-    let mut found = vec![0; CHUNK_BYTES as usize];
-    // Opening has read the first chunk. The GETs of the second one and of those after it fail.
-    disk.count_reads(|reads| reads.failing = 3);
-    let mut failed = 0;
-    for chunk in 0..4_000_000 / CHUNK_BYTES {
-        let offset = chunk * CHUNK_BYTES;
-        while let Err(e) = file.read_at(&mut found, offset) {
-            assert_eq!(e.kind(), io::ErrorKind::TimedOut);
-            failed += 1;
-            assert!(failed <= 3, "an error is kept");
-        }
-        assert!(found == content[offset as usize..][..found.len()], "chunk {chunk}");
-    }
-    assert!(failed > 0);
-}
-
-/// Threads that only inspect a GET must not keep the one that waits for it from being woken.
-#[test]
-fn a_reader_is_woken_although_others_inspect_its_get() {
-    const READERS: u64 = 4;
-    let disk = MemoryObjects::default();
-    let shared = disk.shared();
-    let file = shared.disk.create("segments/x").unwrap();
-    file.write_at(&vec![7; 16 * CHUNK_BYTES as usize], 0).unwrap();
-    file.sync().unwrap();
-    disk.count_reads(|reads| reads.latency = Duration::from_millis(5));
-    let file = shared.disk.open("segments/x").unwrap();
-    std::thread::scope(|scope| {
-        for reader in 0..READERS {
-            let file = &file;
-            scope.spawn(move || {
-                for chunk in (reader..16).chain(0..reader) {
-                    let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
-                    for _ in 0..50 {
-                        file.start_read(range.clone());
-                    }
-                    let mut found = [0; 10];
-                    assert_eq!(file.read_at(&mut found, range.start + reader).unwrap(), 10);
-                    assert_eq!(found, [7; 10]);
-                }
-            });
-        }
-    });
-}
-
-/// A pager serves other faults while a page is on its way.
-#[test]
-fn pages_are_read_without_waiting_and_one_that_a_guest_needs_is_first() {
-    const PAGES: u64 = 4000;
-    let disk = with_full_checkpoint(PAGES, 8 << 20);
-    let opened = image(&disk, None).unwrap();
-    let latency = Duration::from_millis(40);
-    disk.count_reads(|reads| (reads.latency, reads.count) = (latency, 0));
-    let mut found = [0; PAGE_SIZE];
-    let mut wait_for = |page: u64, need: Need| {
-        let began = Instant::now();
-        let id = (BlockId(0), PageNo(page));
-        while !opened.read_page_if_ready(id, &mut found, need).unwrap() {
-            assert!(began.elapsed() < 100 * latency, "page {page}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(found == content(2 * page + 1), "{page}");
-        began.elapsed()
-    };
-    // The segment is opened without waiting, too.
-    let began = Instant::now();
-    let mut other = [0; PAGE_SIZE];
-    assert!(!opened.read_page_if_ready((BlockId(0), PageNo(0)), &mut other, Need::Guest).unwrap());
-    assert!(began.elapsed() < latency);
-    wait_for(0, Need::Guest);
-    wait_for(3000, Need::Guest);
-    let order: Vec<_> = (0..PAGES).map(|page| (BlockId(0), PageNo(page))).collect();
-    let started = opened.start_reads(&order).unwrap();
-    // More than is in flight, and bounded.
-    assert!((MAX_IN_FLIGHT * 256..PAGES as usize).contains(&started), "{started}");
-    // Two GETs at most: the one of the page, and of the first chunk of its segment.
-    assert!(wait_for(3900, Need::Guest) < 4 * latency);
-    for page in (0..PAGES).step_by(7) {
-        wait_for(page, Need::Background);
-    }
-    let reads = disk.count_reads(|_| ());
-    assert!(reads.most_in_flight <= MAX_IN_FLIGHT, "{reads:?}");
-    // A failure is reported once, and the next attempt is another GET.
-    let fresh = image(&disk, None).unwrap();
-    disk.count_reads(|reads| (reads.failing, reads.latency) = (1, Duration::ZERO));
-    let mut failures = 0;
-    let ids = (BlockId(0), PageNo(2000));
-    loop {
-        match fresh.read_page_if_ready(ids, &mut other, Need::Guest) {
-            Ok(true) => break,
-            Ok(false) => std::thread::sleep(Duration::from_millis(1)),
-            Err(_) => failures += 1,
-        }
-    }
-    assert!(failures == 1 && other == content(4001), "{failures}");
 }
