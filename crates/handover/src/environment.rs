@@ -5,9 +5,10 @@ use crate::takeover::Taps;
 use rekindle_kernel::vhost_net;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
-use rekindle_qemu::vmm::Vmm;
+use rekindle_qemu::vmm::{Vmm, VmmError};
 use rekindle_vm::qemu_user;
 use rekindle_vm::rundir::RunDir;
+use std::io;
 
 /// Starts a VM's QEMUs in the surroundings that the program which manages the VM expects.
 pub trait Environment {
@@ -44,10 +45,18 @@ impl Environment for OwnRunDir<'_> {
             .create_vmm(generation)
             .map_err(|source| HandoverError::File { path: rundir.vmm(generation).0, source })?;
         let arguments = hardware.arguments(&directory, &rundir.console_log(), start, binary.syntax);
-        // The files of an attached QEMU are known only from its command line, which may come from a store.
-        let user = if hardware.foreign.is_some() { None } else { qemu_user::assign(rundir.name())? };
-        let jail =
-            user.map(|user| qemu_user::prepare_jail(user, rundir, &directory, hardware, &binary.path)).transpose()?;
-        Ok(Vmm::spawn(&binary.path, &arguments, &directory, taps, jail.as_ref())?)
+        let next = qemu_user::of_next_qemu(rundir, &directory, hardware, &binary.path)?;
+        let Some(run_as_root) = next.if_jail_fails else {
+            return Ok(Vmm::spawn(&binary.path, &arguments, &directory, taps, next.jail.as_ref())?);
+        };
+        let copies = taps.iter().map(|(tap, number)| Ok((tap.try_clone()?, *number))).collect::<io::Result<Taps>>();
+        let copies = copies.map_err(|source| HandoverError::File { path: directory.0.clone(), source })?;
+        match Vmm::spawn(&binary.path, &arguments, &directory, taps, next.jail.as_ref()) {
+            Err(e @ VmmError::Spawn { .. }) => {
+                run_as_root.instead(rundir.name(), hardware, &e);
+                Ok(Vmm::spawn(&binary.path, &arguments, &directory, copies, None)?)
+            }
+            spawned => Ok(spawned?),
+        }
     }
 }

@@ -72,6 +72,26 @@ pub fn add_user(path: &Path, user: u32, permissions: u16) -> io::Result<()> {
     Ok(setxattr(path, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
 }
 
+/// Removes the entry of a user, if there is one. Nothing changes for others.
+///
+/// # Errors
+/// As [`add_user`].
+pub fn remove_user(path: &Path, user: u32) -> io::Result<()> {
+    let mut entries = read(path)?;
+    if find(&entries, USER, user).is_none() {
+        return Ok(());
+    }
+    entries.retain(|entry| entry.kind != USER || entry.id != user);
+    // Without a mask, the file has a mode only.
+    if !entries.iter().any(|entry| [USER, GROUP].contains(&entry.kind)) {
+        let mask = find(&entries, MASK, NO_ID).map_or(u16::MAX, |mask| mask.permissions);
+        entries.retain(|entry| entry.kind != MASK);
+        let group = entries.iter_mut().filter(|entry| entry.kind == OWNING_GROUP);
+        group.for_each(|entry| entry.permissions &= mask);
+    }
+    Ok(setxattr(path, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
+}
+
 fn find(entries: &[Entry], kind: u16, id: u32) -> Option<&Entry> {
     entries.iter().find(|entry| entry.kind == kind && (entry.id == id || id == NO_ID))
 }
@@ -150,6 +170,11 @@ mod tests {
         add_user(&path, SECOND, READ).unwrap();
         assert_eq!((opens(&path, FIRST), opens(&path, SECOND)), ([false, false], [true, false]));
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o707, 0o600, "owner and others");
+        remove_user(&path, FIRST).unwrap();
+        assert_eq!((of_user(&path, FIRST).unwrap(), opens(&path, SECOND)), (None, [true, false]));
+        remove_user(&path, SECOND).unwrap();
+        assert_eq!((opens(&path, SECOND), fs::metadata(&path).unwrap().mode() & 0o777), ([false, false], 0o600));
+        remove_user(&path, SECOND).unwrap();
     }
 
     #[test]

@@ -23,7 +23,7 @@ use rustix::thread::{
     set_no_new_privs,
 };
 use std::collections::BTreeSet;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -31,6 +31,9 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// A number that no user has.
+const NO_USER: u32 = u32::MAX;
 
 /// A path that exists in a jail: a file, or a directory with all that is in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,19 +54,40 @@ impl JailPath {
     /// # Errors
     /// When the file cannot be read, or its file system has no access control lists.
     pub fn permit(&self, user: u32) -> io::Result<()> {
-        let wanted = if self.is_writable { READ | WRITE } else { READ };
-        let file = fs::metadata(&self.path).map_err(|e| with_path(&self.path, &e))?;
-        let mode = file.mode() as u16;
-        let is_permitted = |permissions: u16| permissions & wanted == wanted;
-        if file.is_dir() || is_permitted(mode) || file.uid() == user && is_permitted(mode >> 6) {
-            return Ok(());
-        }
-        let failed = |e: io::Error| io::Error::new(e.kind(), format!("an access control list for user {user}: {e}"));
-        if !access_list::of_user(&self.path, user).map_err(failed)?.is_some_and(is_permitted) {
-            access_list::add_user(&self.path, user, wanted).map_err(failed)?;
-        }
-        Ok(())
+        let Some(missing) = self.missing_permissions(Some(user))? else { return Ok(()) };
+        access_list::add_user(&self.path, user, missing).map_err(|e| list_error(&e))
     }
+
+    /// Returns an error if [`permit`](Self::permit) cannot permit a user that has no rights yet. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`permit`](Self::permit), with the path.
+    pub fn can_be_permitted(&self) -> io::Result<()> {
+        self.missing_permissions(None).map(drop).map_err(|e| with_path(&self.path, &e))
+    }
+
+    /// Returns what an entry of the user must permit. `None`: it needs no entry.
+    fn missing_permissions(&self, user: Option<u32>) -> io::Result<Option<u16>> {
+        let file = fs::metadata(&self.path)?;
+        let mode = file.mode() as u16;
+        if file.is_dir() {
+            const READ_AND_SEARCH: u16 = 0o5;
+            let is_open = mode & READ_AND_SEARCH == READ_AND_SEARCH;
+            let closed = || io::Error::new(io::ErrorKind::PermissionDenied, "other users cannot read this directory");
+            return if is_open { Ok(None) } else { Err(closed()) };
+        }
+        let wanted = if self.is_writable { READ | WRITE } else { READ };
+        let is_permitted = |permissions: u16| permissions & wanted == wanted;
+        if is_permitted(mode) || user == Some(file.uid()) && is_permitted(mode >> 6) {
+            return Ok(None);
+        }
+        let listed = access_list::of_user(&self.path, user.unwrap_or(NO_USER)).map_err(|e| list_error(&e))?;
+        Ok(if listed.is_some_and(is_permitted) { None } else { Some(wanted) })
+    }
+}
+
+fn list_error(error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("its access control list: {error}"))
 }
 
 /// The jail of a program.
@@ -104,16 +128,38 @@ struct Preparation {
     groups: Vec<u32>,
 }
 
+/// A step into the jail that has failed. Without allocations.
+struct FailedStep<'a> {
+    step: &'static str,
+    path: Option<&'a CStr>,
+    error: Errno,
+}
+
+impl FailedStep<'_> {
+    fn of(step: &'static str) -> impl Fn(Errno) -> Self {
+        move |error| Self { step, path: None, error }
+    }
+
+    /// Writes the step to standard error. Returns the error.
+    fn report(self) -> io::Error {
+        let path = self.path.map_or(&b""[..], CStr::to_bytes);
+        for part in [b"cannot enter the jail: ", self.step.as_bytes(), path, b"\n"] {
+            let _ = rustix::io::write(rustix::stdio::stderr(), part);
+        }
+        self.error.into()
+    }
+}
+
 impl Jail {
     /// Makes `command` start in the jail. The caller must be root.
     ///
     /// # Errors
     /// `NotFound` if a path does not exist; `InvalidInput` for a relative path or user 0. Errors of the child are errors of
-    /// starting the command.
+    /// starting the command; it writes the step that has failed to its standard error.
     pub fn apply(&self, command: &mut Command) -> io::Result<()> {
         let preparation = self.prepare()?;
         // SAFETY: the closure makes system calls only. Everything that it uses was allocated before the fork.
-        unsafe { command.pre_exec(move || Ok(preparation.enter()?)) };
+        unsafe { command.pre_exec(move || preparation.enter().map_err(|failed| failed.report())) };
         Ok(())
     }
 
@@ -176,32 +222,35 @@ fn c_path(path: &Path) -> io::Result<CString> {
 
 impl Preparation {
     /// Enters the jail. Makes system calls only.
-    fn enter(&self) -> rustix::io::Result<()> {
+    fn enter(&self) -> Result<(), FailedStep<'_>> {
         // SAFETY: the flag affects the file system of this process only, which has one thread.
-        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
-        mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }
+            .and_then(|()| mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC))
+            .map_err(FailedStep::of("making a mount namespace (needs CAP_SYS_ADMIN)"))?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-        mount(c"jail", self.root.as_c_str(), c"tmpfs", flags, c"mode=755,size=1m")?;
+        mount(c"jail", self.root.as_c_str(), c"tmpfs", flags, c"mode=755,size=1m")
+            .map_err(FailedStep::of("mounting its root"))?;
         let umask = rustix::process::umask(Mode::empty());
         let mode = Mode::from_raw_mode(0o755);
         for directory in &self.directories {
             match rustix::fs::mkdir(directory.as_c_str(), mode) {
                 Ok(()) | Err(Errno::EXIST) => {}
-                Err(e) => return Err(e),
+                Err(error) => return Err(FailedStep { step: "making ", path: Some(directory), error }),
             }
         }
         for bind in &self.binds {
-            bind.mount()?;
+            bind.mount().map_err(|error| FailedStep { step: "mounting ", path: Some(&bind.source), error })?;
         }
         rustix::process::umask(umask);
         // Of processes of other users, not even the names are visible.
-        mount(c"proc", self.proc.as_c_str(), c"proc", flags, c"hidepid=2")?;
-        mount_remount(self.root.as_c_str(), MountFlags::BIND | MountFlags::RDONLY | flags, c"")?;
-        chdir(self.root.as_c_str())?;
-        pivot_root(c".", c".")?;
-        unmount(c".", UnmountFlags::DETACH)?;
-        chdir(c"/")?;
-        self.drop_privileges()
+        mount(c"proc", self.proc.as_c_str(), c"proc", flags, c"hidepid=2").map_err(FailedStep::of("mounting /proc"))?;
+        mount_remount(self.root.as_c_str(), MountFlags::BIND | MountFlags::RDONLY | flags, c"")
+            .and_then(|()| chdir(self.root.as_c_str()))
+            .and_then(|()| pivot_root(c".", c"."))
+            .and_then(|()| unmount(c".", UnmountFlags::DETACH))
+            .and_then(|()| chdir(c"/"))
+            .map_err(FailedStep::of("changing the root"))?;
+        self.drop_privileges().map_err(FailedStep::of("changing the user and dropping privileges"))
     }
 
     fn drop_privileges(&self) -> rustix::io::Result<()> {
@@ -217,19 +266,20 @@ impl Preparation {
         let (count, groups) = (self.groups.len(), self.groups.as_ptr());
         // SAFETY: `groups` has `count` numbers. The calls of the C library would change all threads of a process, with
         // locks; this process has one thread, and makes the system calls itself.
-        let results = unsafe {
-            [
-                libc::syscall(libc::SYS_setgroups, count, groups),
-                libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group),
-                libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user),
-            ]
-        };
-        if results != [0; 3] {
-            return Err(Errno::PERM);
+        unsafe {
+            succeeded(libc::syscall(libc::SYS_setgroups, count, groups))?;
+            succeeded(libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group))?;
+            succeeded(libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user))?;
         }
         let none = CapabilitySet::empty();
         set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
     }
+}
+
+/// Returns the error of a system call.
+fn succeeded(result: libc::c_long) -> rustix::io::Result<()> {
+    // SAFETY: the address of this thread's error number is valid.
+    if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
 impl Bind {
@@ -326,6 +376,18 @@ mod tests {
         };
         assert_eq!(jail(USER, host.path("none")), io::ErrorKind::NotFound);
         assert_eq!(jail(0, host.path("own")), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn the_step_that_fails_is_named() {
+        let host = Host::new();
+        let log = fs::File::create(host.path("log")).unwrap();
+        let jail = Jail { user: USER, group: USER, groups: Vec::new(), root: host.path("own/file"), paths: Vec::new() };
+        let mut command = Command::new("true");
+        command.stderr(log);
+        jail.apply(&mut command).unwrap();
+        assert_eq!(command.status().unwrap_err().raw_os_error(), Some(libc::ENOTDIR));
+        assert_eq!(fs::read_to_string(host.path("log")).unwrap(), "cannot enter the jail: mounting its root\n");
     }
 
     #[test]

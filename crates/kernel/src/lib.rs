@@ -5,7 +5,7 @@
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
 //!   starting and finding them ([`spawn`], [`jail`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
 //!   memory ([`memory`], [`heap`], [`private_pages`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
-//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
+//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]), numbers of users ([`users`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), access control lists ([`access_list`]), what tests replace by a
@@ -57,6 +57,7 @@ pub mod tap;
 mod testing;
 pub mod uring;
 pub mod userfault;
+pub mod users;
 pub mod vhost_net;
 pub mod write_watch;
 pub mod written_files;

@@ -154,7 +154,7 @@ fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
 }
 
 fn kill(vmm: &Vmm) -> Result<(), LifeError> {
-    Ok(vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?)
+    Ok(vmm.kill().map_err(|source| VmmError::Kill { pid: vmm.pid, source })?)
 }
 
 /// Returns whether the guest has ended by itself.

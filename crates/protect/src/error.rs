@@ -210,15 +210,3 @@ impl ProtectError {
 fn listed(obstacles: &[Obstacle]) -> String {
     obstacles.iter().map(|obstacle| format!("  - {}: {}", obstacle.what, obstacle.why)).collect::<Vec<_>>().join("\n")
 }
-
-/// Formats an error with all its causes.
-#[must_use]
-pub fn with_causes(e: &dyn Error) -> String {
-    let mut text = e.to_string();
-    let mut cause = e.source();
-    while let Some(source) = cause {
-        text += &format!(": {source}");
-        cause = source.source();
-    }
-    text
-}

@@ -51,5 +51,3 @@ pub mod save_image;
 mod session;
 pub mod target;
 mod write_record;
-
-pub use error::with_causes;

@@ -38,20 +38,22 @@ pub fn option_text(option: &str, value: Option<&str>) -> String {
     value.map_or_else(|| option.to_owned(), |value| format!("{option} {value}"))
 }
 
-/// Returns what the machine of an attached QEMU uses of the host: files, and arguments that are not known to be harmless.
+/// Returns what arguments use of the host: files, and arguments that are not known to be harmless.
+#[must_use]
+pub fn of_arguments(arguments: &[String]) -> Vec<HostAccess> {
+    let mut found = Vec::new();
+    match split(arguments) {
+        Ok(options) => options.iter().for_each(|option| Reader { option, found: &mut found }.read()),
+        Err(option) => found.push(argument(&option, None, "QEMU's option is unknown, or its value is missing")),
+    }
+    found
+}
+
+/// Returns what the machine of an attached QEMU uses of the host, as [`of_arguments`] does.
 #[must_use]
 pub fn of_foreign(hardware: &Hardware, machine: &ForeignMachine) -> Vec<HostAccess> {
-    let mut found = Vec::new();
-    let options = match split(&machine.arguments) {
-        Ok(options) => options,
-        Err(option) => {
-            found.push(argument(&option, None, "QEMU's option is unknown, or its value is missing"));
-            Vec::new()
-        }
-    };
-    for option in &options {
-        Reader { option, found: &mut found }.read();
-    }
+    let mut found = of_arguments(&machine.arguments);
+    let options = split(&machine.arguments).unwrap_or_default();
     for network in &machine.networks {
         check_user_network(network.options.as_deref(), &mut found);
     }

@@ -27,9 +27,17 @@ pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Why a QEMU could not be started or reached.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
-    #[error("cannot start {}", path.display())]
+    #[error("cannot start {}{}", path.display(), with_output(log))]
     Spawn {
         path: PathBuf,
+        /// What the process has reported before it was QEMU.
+        log: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot end QEMU (process {pid})")]
+    Kill {
+        pid: u32,
         #[source]
         source: io::Error,
     },
@@ -59,6 +67,10 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of lines of the log that an error shows.
 const ERROR_LOG_LINES: usize = 20;
+
+fn with_output(log: &str) -> String {
+    if log.trim().is_empty() { String::new() } else { format!("; its output:\n{}", indented(log)) }
+}
 
 fn indented(log: &str) -> String {
     let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("    {line}")).collect();
@@ -111,7 +123,11 @@ impl Vmm {
         fds: Vec<(OwnedFd, RawFd)>,
         jail: Option<&Jail>,
     ) -> Result<Self, VmmError> {
-        let failed = |source: io::Error| VmmError::Spawn { path: binary.to_owned(), source };
+        let failed = |source: io::Error| VmmError::Spawn {
+            path: binary.to_owned(),
+            log: log_tail(directory, ERROR_LOG_LINES),
+            source,
+        };
         let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
         let mut command = Command::new(binary);
         command.args(arguments).stdout(open_log().map_err(failed)?).stderr(open_log().map_err(failed)?);

@@ -15,7 +15,6 @@ use rekindle_qemu::vmm::VmmError;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::network::NetworkError;
 use serde::Serialize;
-use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -155,20 +154,6 @@ impl RebootError {
 
 fn bulleted(problems: &[Problem]) -> String {
     problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
-}
-
-/// Formats an error and all its causes in one line. Leaves out a cause that the error's own text ends with.
-pub(crate) fn with_causes(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let cause_text = error.to_string();
-        if !text.ends_with(&cause_text) {
-            text += &format!(": {cause_text}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// A failed reboot, and the state of the guest after it.

@@ -5,7 +5,7 @@
 //! again: the device handles no event of its socket any more, and the guest waits for its disks for ever. Another QEMU
 //! process connects them again, so the guest is handed over to one.
 
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use crate::vmm::{self, RebootMethod, ReplaceOptions};
 use rekindle_disk::control::Control;
 use rekindle_protect::moving::source::{self, MoveSettings};
@@ -16,6 +16,7 @@ use rekindle_qemu::vmm::START_TIMEOUT;
 use rekindle_vm::definition::Name;
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;

@@ -8,6 +8,7 @@ use crate::network;
 use crate::overlays;
 use crate::phases;
 use crate::qemu;
+use crate::qemu_user;
 use crate::ram;
 use crate::rundir::{RunDir, ignore_missing};
 use crate::state::State;
@@ -33,6 +34,10 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
     // The disk servers have ended and no longer record writes: the VM's candidates can never be used again.
     ignore_missing(fs::remove_dir_all(phases::directory(host, rundir, &state.definition))).map_err(failed)?;
     ignore_missing(fs::remove_file(saved_path(host, rundir, &state.definition))).map_err(failed)?;
+    if state.hardware.foreign.is_none() {
+        // Late, because a server of files may not answer.
+        qemu_user::withdraw(host, rundir.name(), &state.hardware);
+    }
     rundir.remove().map_err(failed)?;
     host.release_ram();
     Ok(())

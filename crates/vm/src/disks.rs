@@ -19,7 +19,7 @@ mod served;
 mod server;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
-mod tests;
+pub(crate) mod tests;
 
 pub use error::DisksError;
 pub use redo_logs::{LeftoverLogs, end_epochs, identity_problems, merge_leftover_logs, redo_log_problems};

@@ -3,6 +3,7 @@
 use crate::hardware::has_kvm;
 use crate::helpers::{self, Helper};
 use crate::host::Host;
+use crate::qemu_user::Obstacle;
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_kernel::confinement::status::Rights;
@@ -128,17 +129,29 @@ fn check_users() -> Finding {
     if !rustix::process::geteuid().is_root() {
         return finding(CHECK, Level::Good, "QEMUs run as this user, which is not root", "");
     }
-    match qemus_with(|qemu| qemu.owner().is_ok_and(|owner| owner.user.is_root())) {
+    match qemus_of_root() {
         Err(e) => finding(CHECK, Level::Limited, format!("cannot list the VMs: {e}"), "repair what the error names"),
-        Ok(of_root) if of_root.is_empty() => {
-            finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs runs as a user of its own", "")
-        }
+        Ok(of_root) if of_root.is_empty() => finding(CHECK, Level::Good, "no QEMU of Rekindle's VMs runs as root", ""),
         Ok(of_root) => {
-            let observation = format!("QEMU runs as root: {}", of_root.join(", "));
-            let hint = "add the VM to qemu_own_user in host.toml; then run: rekindle reboot vmm NAME";
+            let observation = format!("QEMU runs as root: {}", of_root.join("; "));
+            let hint = "without a reason: check qemu_own_user in host.toml, then run: rekindle reboot vmm NAME; otherwise see \
+                        The user of a VM in docs/run-directory.md";
             finding(CHECK, Level::Limited, observation, hint)
         }
     }
+}
+
+/// Returns the names of the VMs whose QEMU was started by Rekindle and runs as root, each with what prevents another user.
+fn qemus_of_root() -> Result<Vec<String>, Box<dyn std::error::Error>> {
+    let root = Host::open()?.root;
+    let mut found = qemus_with(|qemu| qemu.owner().is_ok_and(|owner| owner.user.is_root()))?;
+    for name in &mut found {
+        let state = State::read(&RunDir::new(&root, name))?;
+        if let Some(obstacle) = state.and_then(|state| Obstacle::of(&state.hardware)) {
+            *name = format!("{name} ({obstacle})");
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the names of the VMs whose QEMU was started by Rekindle and has no system call filter, sorted.

@@ -64,27 +64,26 @@ struct Config {
     restore: RestoreConfig,
 }
 
-/// Which of root's VMs have a QEMU that runs as a user of its own.
-#[derive(Debug, Clone, Deserialize)]
+/// `qemu_own_user` in `host.toml`.
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(untagged, expecting = "qemu_own_user must be true, false or a list of VM names")]
 enum OwnUsers {
     All(bool),
     Listed(Vec<String>),
+    #[default]
+    #[serde(skip)]
+    WherePossible,
 }
 
-impl Default for OwnUsers {
-    fn default() -> Self {
-        Self::All(false)
-    }
-}
-
-impl OwnUsers {
-    fn has(&self, name: &str) -> bool {
-        match self {
-            Self::All(all) => *all,
-            Self::Listed(names) => names.iter().any(|listed| listed == name),
-        }
-    }
+/// Whether the QEMU of a VM runs as a user of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OwnUser {
+    /// As the user that starts it.
+    No,
+    /// If the VM has nothing that prevents it.
+    IfPossible,
+    /// It must.
+    Required,
 }
 
 /// The directories of this user's VMs on this host.
@@ -279,8 +278,13 @@ impl Host {
 
     /// Returns whether the next QEMU of the VM `name` is to run as a user of its own.
     #[must_use]
-    pub fn wants_own_user(&self, name: &str) -> bool {
-        self.own_users.has(name)
+    pub fn own_user(&self, name: &str) -> OwnUser {
+        match &self.own_users {
+            OwnUsers::WherePossible => OwnUser::IfPossible,
+            OwnUsers::All(true) => OwnUser::Required,
+            OwnUsers::Listed(names) if names.iter().any(|listed| listed == name) => OwnUser::Required,
+            OwnUsers::All(false) | OwnUsers::Listed(_) => OwnUser::No,
+        }
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

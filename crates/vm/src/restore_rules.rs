@@ -4,7 +4,7 @@
 //! requests. These rules answer them: by default, the QEMUs that the operating system has installed, the usual
 //! directories of images, and no further arguments. What `host.toml` lists is allowed as well.
 
-mod image_layers;
+pub(crate) mod image_layers;
 
 use rekindle_qemu::host_access::option_text;
 use serde::Deserialize;
@@ -133,7 +133,7 @@ impl RestoreRules {
                 "{what}: {shown} is not in a directory that checkpoints may use; to allow it: {remedy}"
             ));
         }
-        let below = image_layers::named_files(path).map_err(|why| format!("{what}: {shown}: {why}"))?;
+        let below = image_layers::files_in_header(path).map_err(|why| format!("{what}: {shown}: {why}"))?;
         for file in below {
             let more = more.checked_sub(1).ok_or_else(|| format!("{what}: {shown}: too many images below it"))?;
             self.check_layers(&format!("{what}, below {shown}"), &file, is_known, more)?;
@@ -173,7 +173,7 @@ pub fn images_below(path: &Path) -> Vec<PathBuf> {
     let mut images = Vec::new();
     let mut next = vec![path.to_owned()];
     while let Some(image) = next.pop().filter(|_| images.len() < MAX_LAYERS as usize) {
-        let below = image_layers::named_files(&image).unwrap_or_default();
+        let below = image_layers::files_in_header(&image).unwrap_or_default();
         images.extend(below.iter().cloned());
         next.extend(below);
     }

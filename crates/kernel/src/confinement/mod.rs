@@ -94,7 +94,8 @@ impl Confinement {
 }
 
 /// Returns whether root can wait for missing pages only by a system call that needs a capability.
-fn needs_privilege_for_userfaultfd() -> bool {
+#[must_use]
+pub fn needs_privilege_for_userfaultfd() -> bool {
     let is_unprivileged =
         || fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|text| text.trim() == "1");
     !Path::new(DEVICE).exists() && !is_unprivileged()

@@ -13,7 +13,7 @@
 
 use super::series::CheckpointSeries;
 use super::{DiskPolicy, ProtectSettings, StopReason, Summary};
-use crate::error::{CheckpointError, ProtectError, TrackingStartError, with_causes};
+use crate::error::{CheckpointError, ProtectError, TrackingStartError};
 use crate::event::{CheckpointReport, ProtectEvent};
 use crate::pause::PauseError;
 use crate::session::TrackingSession;
@@ -24,6 +24,7 @@ use rekindle_store::StoreError;
 use rekindle_store::types::{Guest, Owner};
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::overlays::OverlayDisksError;

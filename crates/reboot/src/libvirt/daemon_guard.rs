@@ -3,8 +3,8 @@
 
 use super::daemon;
 use crate::deferred_signals::DeferredSignals;
-use crate::error::with_causes;
 use rekindle_libvirt::daemon::DaemonError;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::journal::{Absence, DaemonRecord, LibvirtOperation};
 use std::time::{Duration, Instant};
 

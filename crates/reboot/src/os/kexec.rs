@@ -6,12 +6,13 @@
 //! ID proves that another kernel runs. `docs/os-reboot.md` has the sequence.
 
 use super::OsRebootReport;
-use crate::error::{Failure, Problem, RebootError, with_causes};
+use crate::error::{Failure, Problem, RebootError};
 use crate::vmm::{QemuInfo, RebootReport};
 use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::locked_vm::LockedVm;

@@ -20,7 +20,7 @@ pub use helper_process::HelperError;
 pub(crate) use kexec::{KexecRecovery, recover as recover_kexec};
 pub use kexec::{KexecRequest, LoadedKernel};
 
-use crate::error::{Failure, Problem, with_causes};
+use crate::error::{Failure, Problem};
 use crate::vmm::{self, ColdReboot, RebootReport};
 use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::huge_page_size;
@@ -28,6 +28,7 @@ use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::guest::run_state;
 use rekindle_vm::disks::RetainedCache;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
 use rekindle_vm::qemu::ENDED_RUN_STATES;

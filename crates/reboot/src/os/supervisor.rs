@@ -7,11 +7,11 @@
 mod backoff;
 
 use super::phase::saver;
-use crate::error::with_causes;
 use backoff::{Backoff, DEATH_LIMIT, RestartDecision};
 use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
 use rekindle_vm::disks;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::helpers::{self, Helper, RestartRecord};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;

@@ -9,7 +9,7 @@
 use super::helper_process::{HelperError, ServedQemu, current_qemu, lock_single_instance, start_helper};
 use super::supervisor::HelperSupervisor;
 use super::{CacheUse, OsRebootMethod, default_method, phase, shut_down_and_boot};
-use crate::error::{Failure, Problem, RebootError, with_causes};
+use crate::error::{Failure, Problem, RebootError};
 use rekindle_handover::HandoverError;
 use rekindle_life::shutdown::EndMethod;
 use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};
@@ -19,6 +19,7 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
 use rekindle_vm::error::LifeError;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{self, is_at};

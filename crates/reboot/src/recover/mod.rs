@@ -12,7 +12,7 @@ mod idle;
 pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
 use crate::bare;
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use crate::host::{self, HostError};
 use crate::interrupted::{continue_interrupted, require_answers, restore_priorities};
 use crate::libvirt::is_domain;
@@ -26,6 +26,7 @@ use rekindle_protect::restore;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::lock::RunStateLock;

@@ -1,7 +1,7 @@
 //! Leases of a guest on its disks, which end with its QEMU, and the memory that a second QEMU needs.
 
 use super::UnpreparedError;
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use rekindle_handover::ram_transfer::RamTransfer;
 use rekindle_handover::ram_transfer_error::RamTransferError;
 use rekindle_handover::source_ram::SourceRam;
@@ -10,6 +10,7 @@ use rekindle_memory::moving::droppable;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::SourceDescriptor;
+use rekindle_vm::error::with_causes;
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::path::Path;

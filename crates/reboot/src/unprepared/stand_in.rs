@@ -2,12 +2,13 @@
 //! sockets take their places: connections that arrive meanwhile wait. After a failure the source continues with its own.
 
 use super::preflight_error;
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::takeover_command::stand_in::{self, StandIn};
+use rekindle_vm::error::with_causes;
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::fs;
 use std::io::{self, ErrorKind};

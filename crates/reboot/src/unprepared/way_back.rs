@@ -1,13 +1,14 @@
 //! The way back to the source after a failure: no QEMU but the source runs the guest.
 
 use super::{DESTINATION_GENERATION, passed, source, stand_in, tpm};
-use crate::error::{RebootError, with_causes};
+use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy};
 use rekindle_handover::{Handover, evidence};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::tracker::close_leftovers;
 use rekindle_qemu::vmm::log_tail;
 use rekindle_qemu::{devices, userfaultfd};
+use rekindle_vm::error::with_causes;
 use rekindle_vm::journal::Step;
 use std::fs::File;
 use std::io;

@@ -9,6 +9,7 @@ use rekindle_libvirt::domains;
 use rekindle_libvirt::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use rekindle_qemu::outdated::{self, Outdated};
 use rekindle_qemu::program::Program;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -151,15 +152,4 @@ impl HostStatus {
         }
         text
     }
-}
-
-/// Returns an error's message with those of its causes.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text += &format!(": {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -4,7 +4,7 @@ use crate::common::{DEADLINE, Lab, Net, wait_for};
 use rekindle_testing::micro::KERNEL_OPTIONS;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,9 +57,13 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     assert_eq!(fields[3], guest.only_qemu().process.pid.to_string(), "it has no session of its own");
     assert_eq!(lab.interfaces(), ["web-net0"]);
 
-    // These files are private to this user: the sockets control the guest, and the files hold its memory.
-    for path in [guest.file(""), guest.file("vmm-1"), lab.run_root()] {
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
+    // These files are private to this user and the VM's: the sockets control the guest, and the files hold its memory.
+    let user = fs::metadata(format!("/proc/{}", guest.only_qemu().process.pid)).unwrap().uid();
+    assert_ne!(user, 0);
+    for (path, group_may) in [(guest.file(""), 0o010), (guest.file("vmm-1"), 0o010), (lab.run_root(), 0)] {
+        let metadata = fs::metadata(&path).unwrap();
+        assert_eq!(metadata.mode() & 0o077, group_may, "{}", path.display());
+        assert!(group_may == 0 || metadata.gid() == user, "{}", path.display());
     }
     let stopped = guest.rekindle(&["stop"]).ok();
     stopped.prints(&["web: shut down by ACPI"]);

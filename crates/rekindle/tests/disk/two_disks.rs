@@ -19,6 +19,7 @@ use std::path::PathBuf;
 /// for the next one, so it reads more of the first.
 const READS: [u64; 2] = [BLOCKS, READ / 2];
 
+const RAM_BYTES: u64 = 256 << 20;
 const DISKS: [&str; 2] = ["vda", "vdb"];
 
 /// Creates two images in which no two blocks are the same.
@@ -35,7 +36,7 @@ fn images(lab: &Lab) -> [PathBuf; 2] {
 
 fn boot<'a>(lab: &'a Lab, name: &str, images: &[PathBuf; 2]) -> Guest<'a> {
     let sections = images.each_ref().map(|image| section(image, ""));
-    lab.vm(name).memory("256M").section(&sections.concat()).boot(&[])
+    lab.vm(name).memory(&format!("{}M", RAM_BYTES >> 20)).section(&sections.concat()).boot(&[])
 }
 
 fn status(guest: &Guest<'_>, number: usize) -> Status {
@@ -64,9 +65,11 @@ fn retained_bytes(guest: &Guest<'_>) -> u64 {
     for number in 0..2 {
         let fds = fs::read_dir(format!("/proc/{}/fd", server(guest, number).pid)).unwrap();
         for fd in fds.flatten() {
-            let is_retained = fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains(".ram (deleted)"));
-            if let Ok(metadata) =
-                fs::metadata(fd.path()).map_err(|_| ()).and_then(|of| is_retained.then_some(of).ok_or(()))
+            // The name is that in the jail of the QEMU from which the server has got it.
+            if let Ok(metadata) = fs::metadata(fd.path())
+                && metadata.is_file()
+                && metadata.nlink() == 0
+                && metadata.len() == RAM_BYTES
             {
                 files.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
             }
@@ -111,7 +114,7 @@ fn the_cache_of_both_disks_is_retained_and_memory_stays_within_its_limit() {
     reboot(&guest);
     guest.touch("180M");
     wait_for("the retained cache to shrink", DEADLINE, || {
-        (retained_bytes(&guest) + present_bytes(&guest) <= (256 << 20) * 105 / 100).then_some(())
+        (retained_bytes(&guest) + present_bytes(&guest) <= RAM_BYTES * 105 / 100).then_some(())
     });
     guest.verify();
     assert_reads(&guest, &images);
@@ -195,7 +198,7 @@ fn recover_completes_a_killed_reboot_with_both_caches() {
         // Only two generations of memory exist: the current RAM and the retained cache.
         guest.touch("120M");
         wait_for("the retained cache to shrink", DEADLINE, || {
-            (retained_bytes(&guest) + present_bytes(&guest) <= (256 << 20) * 105 / 100).then_some(())
+            (retained_bytes(&guest) + present_bytes(&guest) <= RAM_BYTES * 105 / 100).then_some(())
         });
     }
     guest.assert_sound();

@@ -9,13 +9,13 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-/// Returns the user of a QEMU, and asserts that it has no rights but those of this user.
 fn lab() -> Lab {
     let lab = Lab::new();
     lab.configure_host("qemu_own_user = true");
     lab
 }
 
+/// Returns the user of a QEMU, and asserts that it has no rights but those of this user.
 #[track_caller]
 fn user(guest: &Guest<'_>) -> u32 {
     let qemu = guest.single_qemu();
@@ -118,11 +118,15 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
         assert_eq!((metadata.uid(), metadata.gid(), metadata.mode() & 0o707), (0, 0, 0o600));
     }
     guest.rekindle(&["stop", "--now"]).ok();
+    for file in [&kernel, &initrd, &written, &readonly] {
+        assert_eq!((entry(file), fs::metadata(file).unwrap().mode() & 0o777), (None, 0o600), "{}", file.display());
+    }
 }
 
 #[test]
 fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     let lab = Lab::new();
+    lab.configure_host("qemu_own_user = false");
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("changed").section(&section(&path, "")).boot(&[]);
     let served_by = server(&guest).expect("a server");
@@ -133,9 +137,9 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(server(&guest), Some(served_by));
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
-    lab.rekindle(["doctor"]).prints(&["each QEMU of Rekindle's VMs runs as a user of its own"]);
+    lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
     // And back.
-    lab.configure_host("");
+    lab.configure_host("qemu_own_user = false");
     guest.warm(&[]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
@@ -157,6 +161,55 @@ fn an_image_with_a_backing_file_is_rejected() {
     let definition = lab.vm("layered").net(Net::None).section(&section).write();
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_own_user"]);
+    // Without a requirement, it runs as root, and doctor names the reason.
+    lab.configure_host("");
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    lab.rekindle(["doctor"]).prints(&["QEMU runs as root: layered (the backing file", base.to_str().unwrap()]);
+    let guest = lab.vm("layered").net(Net::None).guest();
+    guest.rekindle(&["stop", "--now"]).ok();
+    // If it has had a user of its own, its QEMU may have written the name.
+    qemu_img(&["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "16M"]);
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    user(&guest);
+    guest.rekindle(&["stop", "--now"]).ok();
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", base.to_str().unwrap(), "-F", "qcow2", image.to_str().unwrap()]);
+    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(&[base.to_str().unwrap(), "qemu-img convert"]);
+}
+
+/// An attacker that controls a QEMU must not be able to make the next one run as root.
+#[test]
+fn a_qemu_that_cannot_enter_its_jail_runs_as_root_only_if_there_was_none_with_an_own_user() {
+    let lab = Lab::new();
+    let program = lab.path("bin/qemu-system-x86_64");
+    fs::create_dir(lab.path("bin")).unwrap();
+    fs::write(&program, format!("#!/bin/sh\nexec {} \"$@\"\n", qemu_new().display())).unwrap();
+    let permit = |mode| fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+    permit(0o700);
+    let vm = lab.vm("first").net(Net::None).key(&format!("qemu = {program:?}"));
+    let definition = vm.write();
+    let run = || lab.rekindle(["run", definition.to_str().unwrap()]);
+    run().ok().prints(&["its QEMU runs as root", "Permission denied"]);
+    let guest = vm.guest();
+    lab.rekindle(["doctor"]).prints(&["QEMU runs as root: first"]);
+    assert_eq!(recorded_users(&lab), 0);
+    guest.rekindle(&["stop", "--now"]).ok();
+
+    permit(0o755);
+    run().ok();
+    user(&guest);
+    assert_eq!(recorded_users(&lab), 1);
+    permit(0o700);
+    guest.reboot("warm", &[]).status(1).prints(&["Permission denied"]);
+    user(&guest);
+    guest.rekindle(&["stop", "--now"]).ok();
+    run().status(1).prints(&[program.to_str().unwrap(), "Permission denied"]);
+    lab.assert_empty();
+}
+
+/// Returns how many VMs have a user.
+fn recorded_users(lab: &Lab) -> usize {
+    let entries = fs::read_dir(lab.run_root().join(".users")).unwrap().flatten();
+    entries.filter(|entry| entry.path().is_symlink()).count()
 }
 
 /// Starts a VM whose QEMU is a program that first attempts to reach what belongs to the host and to another VM, and
@@ -220,5 +273,5 @@ fn a_file_that_the_user_cannot_use_is_named() {
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     let unmounted = std::process::Command::new("umount").arg(&directory).status().unwrap();
     assert!(unmounted.success());
-    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "remove VM unusable from qemu_own_user"]);
+    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "qemu_own_user"]);
 }

@@ -15,7 +15,8 @@ use uuid::Uuid;
 
 const IMAGE_BYTES: u64 = 1 << 20;
 
-fn hardware(image: &Path) -> Hardware {
+/// Returns a machine with one disk that has a server.
+pub(crate) fn hardware(image: &Path) -> Hardware {
     let disk = Disk {
         id: "disk0".into(),
         path: image.into(),

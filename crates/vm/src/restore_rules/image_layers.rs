@@ -27,7 +27,7 @@ const MAX_NAME: u32 = 1023;
 ///
 /// # Errors
 /// A text: why the header cannot be used.
-pub(super) fn named_files(path: &Path) -> Result<Vec<PathBuf>, String> {
+pub(crate) fn files_in_header(path: &Path) -> Result<Vec<PathBuf>, String> {
     let kind = match fs::metadata(path) {
         Ok(file) => file.file_type(),
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -81,11 +81,11 @@ fn long_number(header: &[u8], at: usize) -> Option<u64> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// Returns the header of a qcow2 image on the image `below`.
-    pub(in super::super) fn qcow2(below: &str) -> Vec<u8> {
+    pub(crate) fn qcow2(below: &str) -> Vec<u8> {
         let mut header = [QCOW2, &3_u32.to_be_bytes()].concat();
         header.extend(if below.is_empty() { 0_u64 } else { 104 }.to_be_bytes());
         header.extend((below.len() as u32).to_be_bytes());
@@ -99,7 +99,7 @@ pub(super) mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let named = |header: &[u8]| {
             fs::write(file.path(), header).unwrap();
-            named_files(file.path())
+            files_in_header(file.path())
         };
         assert_eq!(named(b"").unwrap(), Vec::<PathBuf>::new());
         assert_eq!(named(&qcow2("/etc/shadow")).unwrap(), [PathBuf::from("/etc/shadow")]);
@@ -110,7 +110,7 @@ pub(super) mod tests {
         {
             named(header).unwrap_err();
         }
-        assert_eq!(named_files(Path::new("/dev/null")).unwrap(), Vec::<PathBuf>::new());
-        assert_eq!(named_files(Path::new("/nonexistent")).unwrap(), Vec::<PathBuf>::new());
+        assert_eq!(files_in_header(Path::new("/dev/null")).unwrap(), Vec::<PathBuf>::new());
+        assert_eq!(files_in_header(Path::new("/nonexistent")).unwrap(), Vec::<PathBuf>::new());
     }
 }

@@ -11,7 +11,6 @@
 
 use super::MoveSettings;
 use super::precopy::{PrecopiedGuest, checkpoint_failed};
-use crate::error::with_causes;
 use crate::event::CheckpointReport;
 use crate::moving::MoveError;
 use crate::moving::protocol::{Answer, Go, Message, Running};
@@ -24,6 +23,7 @@ use crate::protector::CheckpointSeries;
 use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_pages::PageRun;
+use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::RunStateLock;

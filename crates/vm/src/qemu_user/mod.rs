@@ -1,7 +1,7 @@
 //! The user that the QEMU of a VM runs as, and the files that exist for it.
 //!
-//! A VM of root that `host.toml` lists has a user of its own: a number, recorded in a directory that survives a reboot of the
-//! host, without an entry in `/etc/passwd`. An attacker that controls its QEMU is then this user, in a [`Jail`] with the
+//! A VM of root has a user of its own, unless something prevents it: a number, recorded in a directory that survives a reboot of the
+//! host ([`records`]), without an entry in `/etc/passwd`. An attacker that controls its QEMU is then this user, in a [`Jail`] with the
 //! files of its VM and the programs of the host.
 //!
 //! ```text
@@ -12,21 +12,25 @@
 //! images, kernel  as they are       an entry in the access control list, if one is needed
 //! ```
 
-use crate::host::{Host, HostError};
-use crate::restore_rules::images_below;
-use crate::rundir::{RunDir, sync_directory};
+mod obstacle;
+mod records;
+
+pub use obstacle::Obstacle;
+
+use crate::error::with_causes;
+use crate::host::{Host, HostError, OwnUser};
+use crate::rundir::RunDir;
+use rekindle_kernel::access_list;
 use rekindle_kernel::jail::{Jail, JailPath};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::command::{Directory, Hardware};
-use rekindle_qemu::used_files;
-use std::fs::{self, DirBuilder, OpenOptions, Permissions};
+use rekindle_qemu::used_files::{self, UsedFile};
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io;
-use std::ops::RangeInclusive;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown, symlink};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-/// Users of VMs. systemd's list of user numbers leaves this range unused (UIDS-GIDS: 1879048192 to 2147483647).
-const USERS: RangeInclusive<u32> = 1_900_000_000..=1_900_065_535;
 /// Programs, libraries, firmware, and the configuration of name resolution. Permissions protect what is secret there.
 const SYSTEM: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc"];
 /// Where the resolver's configuration may be a link to, outside of [`SYSTEM`].
@@ -45,7 +49,7 @@ pub enum QemuUserError {
     #[error(transparent)]
     Host(#[from] HostError),
     /// The VM's user cannot be found or recorded.
-    #[error("{}: cannot find or record the user of VM {name}", directory.display())]
+    #[error("{}: cannot find or record the user of VM {name}; check its permissions and free space", directory.display())]
     Registry {
         /// The directory of the records.
         directory: PathBuf,
@@ -57,18 +61,31 @@ pub enum QemuUserError {
     },
     /// All numbers are in use.
     #[error(
-        "{}: all users for VMs are in use; remove the records of VMs that no longer exist, and their images: each record is a \
-         link to the VM's name",
+        "{}: all users for VMs are in use. Each file there is a link from a number to a VM's name: remove those of VMs that do not \
+         exist, after you have removed their entries from files (setfacl -x u:NUMBER FILE)",
         directory.display()
     )]
     NoneFree {
         /// The directory of the records.
         directory: PathBuf,
     },
-    /// A file cannot be given to the user.
+    /// A file of Rekindle's own cannot be given to the user.
+    #[error("{}: cannot be given to user {user} of VM {name}", path.display())]
+    OwnFile {
+        /// The file.
+        path: PathBuf,
+        /// Name of the VM.
+        name: String,
+        /// Number of the user.
+        user: u32,
+        /// The error of the file system.
+        #[source]
+        source: io::Error,
+    },
+    /// The user cannot be permitted to use a file of the definition.
     #[error(
-        "{}: QEMU's user {user} cannot use it; use a file system with access control lists, or remove VM {name} from \
-         qemu_own_user in host.toml: its QEMU then runs as root",
+        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or remove {name} \
+         from qemu_own_user in host.toml: its QEMU then runs as root",
         path.display()
     )]
     File {
@@ -82,37 +99,99 @@ pub enum QemuUserError {
         #[source]
         source: io::Error,
     },
-    /// The user would need files that nothing but the image names.
+    /// Something prevents it.
     #[error(
-        "{} has a backing file, {}: a QEMU with a user of its own cannot have one, because an attacker could name any file \
-         there; convert the image (qemu-img convert), or remove the VM from qemu_own_user in host.toml",
-        path.display(), backing.display()
+        "VM {name}: its QEMU cannot run as a user of its own: {obstacle}. Remove this, or list only other VMs in qemu_own_user in \
+         host.toml: the QEMU of {name} then runs as root. See The user of a VM in docs/run-directory.md"
     )]
-    Backing {
-        /// The image.
-        path: PathBuf,
-        /// The file that its header names.
-        backing: PathBuf,
+    Obstacle {
+        /// Name of the VM.
+        name: String,
+        /// What prevents it.
+        obstacle: Obstacle,
     },
 }
 
-/// Returns the user that the next QEMU of the VM `name` runs as, which is a group of the same number, too; the VM gets one if it
-/// has none. `None`: the calling user, because that is not root, or `host.toml` does not list the VM.
+/// How the next QEMU of a VM runs.
+#[derive(Debug)]
+pub struct NextQemu {
+    /// Where it runs. `None`: as the calling user, without a jail.
+    pub jail: Option<Jail>,
+    /// Set if it may run as root should it be impossible to enter the jail.
+    pub if_jail_fails: Option<RunAsRoot>,
+}
+
+/// The permission to start a QEMU as root. Only a VM that has never had a QEMU with a user of its own gets it: otherwise, an
+/// attacker that controls the running QEMU could make its successor run as root.
+#[derive(Debug)]
+pub struct RunAsRoot {
+    users: PathBuf,
+    user: u32,
+}
+
+impl RunAsRoot {
+    /// Withdraws what the VM's user has got, and forgets the user.
+    pub fn instead(self, name: &str, hardware: &Hardware, why: &dyn std::error::Error) {
+        warn_of_root(name, why);
+        withdraw_from(&self.users, self.user, hardware);
+        if let Err(e) = records::remove(&self.users, self.user) {
+            tracing::warn!("{}: the record of user {} stays: {e}", self.users.display(), self.user);
+        }
+    }
+}
+
+fn warn_of_root(name: &str, why: &dyn std::error::Error) {
+    tracing::warn!(
+        "VM {name}: its QEMU runs as root, because it cannot run as a user of its own: {}",
+        with_causes(why)
+    );
+}
+
+/// Returns how the next QEMU of a VM runs, in `directory`, after its user has got what the QEMU needs. As the calling user, if that
+/// is not root, or if `host.toml` does not require another one and something prevents it.
 ///
-/// *Needs:* the operation lock of the VM.
+/// *Needs:* the operation lock of the VM; RAM files that exist.
+/// *On failure:* nothing was started. Permissions that were given remain.
 ///
 /// # Errors
-/// [`QemuUserError`], except `File` and `Backing`.
-pub fn assign(name: &str) -> Result<Option<u32>, QemuUserError> {
+/// [`QemuUserError`].
+pub fn of_next_qemu(
+    rundir: &RunDir,
+    directory: &Directory,
+    hardware: &Hardware,
+    program: &Path,
+) -> Result<NextQemu, QemuUserError> {
+    const AS_CALLER: NextQemu = NextQemu { jail: None, if_jail_fails: None };
+    let name = rundir.name();
     let host = Host::open()?;
-    let Some(directory) = host.qemu_users().filter(|_| host.wants_own_user(name)) else { return Ok(None) };
-    let failed = registry_error(directory, name);
-    if let Some(user) = recorded_in(directory, name).map_err(&failed)? {
-        return Ok(Some(user));
+    let (Some(users), own_user) = (host.qemu_users(), host.own_user(name)) else { return Ok(AS_CALLER) };
+    if own_user == OwnUser::No {
+        return Ok(AS_CALLER);
     }
-    match record_in(directory, name).map_err(&failed)? {
-        Some(user) => Ok(Some(user)),
-        None => Err(QemuUserError::NoneFree { directory: directory.to_owned() }),
+    let is_required = own_user == OwnUser::Required;
+    let recorded = records::recorded(users, name)?;
+    if let Some(obstacle) = Obstacle::of(hardware) {
+        // What an image says may be the work of an attacker that has controlled the VM's previous QEMU.
+        if is_required || obstacle.is_in_image && recorded.is_some() {
+            return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
+        }
+        return Ok(AS_CALLER);
+    }
+    let may_be_root = recorded.is_none() && !is_required;
+    let user = match recorded.map_or_else(|| records::assign(users, name), Ok) {
+        Err(e) if may_be_root => {
+            warn_of_root(name, &e);
+            return Ok(AS_CALLER);
+        }
+        assigned => assigned?,
+    };
+    let run_as_root = may_be_root.then(|| RunAsRoot { users: users.to_owned(), user });
+    match (prepare_jail(users, user, rundir, directory, hardware, program), run_as_root) {
+        (Err(e), Some(run_as_root)) => {
+            run_as_root.instead(name, hardware, &e);
+            Ok(AS_CALLER)
+        }
+        (prepared, if_jail_fails) => Ok(NextQemu { jail: Some(prepared?), if_jail_fails }),
     }
 }
 
@@ -122,62 +201,22 @@ pub fn assign(name: &str) -> Result<Option<u32>, QemuUserError> {
 /// [`QemuUserError::Host`], [`QemuUserError::Registry`].
 pub fn recorded(name: &str) -> Result<Option<u32>, QemuUserError> {
     let host = Host::open()?;
-    let Some(directory) = host.qemu_users() else { return Ok(None) };
-    recorded_in(directory, name).map_err(registry_error(directory, name))
+    host.qemu_users().map_or(Ok(None), |users| records::recorded(users, name))
 }
 
-fn registry_error(directory: &Path, name: &str) -> impl Fn(io::Error) -> QemuUserError {
-    move |source| QemuUserError::Registry { directory: directory.to_owned(), name: name.to_owned(), source }
-}
-
-/// Returns the numbers in the directory, each with its VM.
-fn records(directory: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
-    let entries = match fs::read_dir(directory) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
-    let mut records = Vec::new();
-    for entry in entries {
-        let entry = entry?;
-        if let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) {
-            records.push((number, fs::read_link(entry.path()).unwrap_or_default()));
-        }
-    }
-    Ok(records)
-}
-
-fn recorded_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
-    let found = records(directory)?.into_iter().find(|(number, vm)| vm == Path::new(name) && USERS.contains(number));
-    Ok(found.map(|(number, _)| number))
-}
-
-/// Makes a record of the VM: a link from the number to the name, made in one step, and by one process only. `None`: all
-/// numbers are in use.
-fn record_in(directory: &Path, name: &str) -> io::Result<Option<u32>> {
-    DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
-    let used = records(directory)?;
-    for number in USERS.filter(|number| used.iter().all(|(used, _)| used != number)) {
-        match symlink(name, directory.join(number.to_string())) {
-            // Another VM has got it meanwhile.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            made => {
-                made?;
-                sync_directory(directory)?;
-                return Ok(Some(number));
-            }
-        }
-    }
-    Ok(None)
-}
-
-/// Gives the user of a VM what the QEMU in `directory` needs, and returns the jail for it.
+/// Returns a lock for changes of access control lists. Each is read and written as a whole.
 ///
-/// *Needs:* the operation lock of the VM; RAM files that exist.
-/// *On failure:* nothing was started. Permissions that were given remain.
-///
-/// # Errors
-/// [`QemuUserError::File`].
-pub fn prepare_jail(
+/// It is of one file system, so that a server of files that does not answer blocks no other VM.
+fn lock_lists(users: &Path, file: &Path) -> io::Result<File> {
+    let device = fs::metadata(file)?.dev();
+    let lock = OpenOptions::new().create(true).append(true).mode(0o600).open(users.join(format!(".lock-{device}")))?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    Ok(lock)
+}
+
+/// Gives the user of a VM what the QEMU in `directory` needs.
+fn prepare_jail(
+    users: &Path,
     user: u32,
     rundir: &RunDir,
     directory: &Directory,
@@ -186,7 +225,7 @@ pub fn prepare_jail(
 ) -> Result<Jail, QemuUserError> {
     let at = |path: &Path| {
         let (path, name) = (path.to_owned(), rundir.name().to_owned());
-        move |source| QemuUserError::File { path, name, user, source }
+        move |source| QemuUserError::OwnFile { path, name, user, source }
     };
     let set_group = |path: &Path, mode| {
         chown(path, None, Some(user))
@@ -199,6 +238,16 @@ pub fn prepare_jail(
     let mut options = OpenOptions::new();
     options.create(true).append(true).mode(0o600).open(&console_log).map_err(at(&console_log))?;
     chown(&console_log, Some(user), Some(user)).map_err(at(&console_log))?;
+
+    let permit = |path: &JailPath| {
+        let permitted = lock_lists(users, &path.path).and_then(|_lock| path.permit(user));
+        permitted.map_err(|source| QemuUserError::File {
+            path: path.path.clone(),
+            name: rundir.name().to_owned(),
+            user,
+            source,
+        })
+    };
 
     let root = rundir.path().with_file_name(JAIL_ROOT);
     match DirBuilder::new().mode(0o700).create(&root) {
@@ -225,11 +274,6 @@ pub fn prepare_jail(
             .map_err(at(&ram))?;
         paths.push(jail_path);
     }
-    for disk in hardware.disks.iter().filter(|disk| !disk.server && disk.format == "qcow2") {
-        if let Some(backing) = images_below(&disk.path).into_iter().next() {
-            return Err(QemuUserError::Backing { path: disk.path.clone(), backing });
-        }
-    }
     for used in used_files::of(hardware) {
         // QEMU names a file that is missing. A directory above the run directory would have more than this VM.
         let Ok(metadata) = fs::metadata(&used.path) else { continue };
@@ -238,14 +282,51 @@ pub fn prepare_jail(
         }
         let has_devices = metadata.file_type().is_block_device() || metadata.file_type().is_char_device();
         let jail_path = JailPath { has_devices, ..path(&used.path, used.is_written) };
-        jail_path.permit(user).map_err(at(&used.path))?;
+        permit(&jail_path)?;
         if used.is_written || !is_below_any(&used.path, &SYSTEM) {
             paths.push(jail_path);
+        } else if let Ok(target) = fs::canonicalize(&used.path)
+            && !is_below_any(&target, &SYSTEM)
+        {
+            // The link in the jail leads to it.
+            paths.push(JailPath { path: target, ..jail_path });
         }
     }
     // Group 0 has rights in many places.
-    let groups = fs::metadata(KVM).ok().filter(|kvm| kvm.mode() & 0o66 == 0o60 && kvm.gid() != 0).map(|kvm| kvm.gid());
-    Ok(Jail { user, group: user, groups: groups.into_iter().collect(), root, paths })
+    let group = fs::metadata(KVM).ok().filter(|kvm| kvm.mode() & 0o66 == 0o60 && kvm.gid() != 0).map(|kvm| kvm.gid());
+    if hardware.accel == "kvm" && group.is_none() {
+        permit(&JailPath { has_devices: true, ..path(Path::new(KVM), true) })?;
+    }
+    Ok(Jail { user, group: user, groups: group.into_iter().collect(), root, paths })
+}
+
+/// Removes the permissions that the user of a VM has got for files that the VM has not made. Without an error: another user
+/// never gets the number while the record exists.
+///
+/// *Needs:* no process of the user.
+pub(crate) fn withdraw(host: &Host, name: &str, hardware: &Hardware) {
+    let Some(users) = host.qemu_users() else { return };
+    match records::recorded(users, name) {
+        Ok(Some(user)) => withdraw_from(users, user, hardware),
+        Ok(None) => {}
+        Err(e) => tracing::warn!("{e}"),
+    }
+}
+
+fn withdraw_from(users: &Path, user: u32, hardware: &Hardware) {
+    let kvm = UsedFile { path: KVM.into(), is_written: true };
+    for file in used_files::of(hardware).into_iter().chain([kvm]) {
+        let removed = lock_lists(users, &file.path).and_then(|_lock| access_list::remove_user(&file.path, user));
+        match removed {
+            Err(e) if e.kind() != io::ErrorKind::NotFound && e.kind() != io::ErrorKind::Unsupported => {
+                tracing::warn!(
+                    "{}: the entry of user {user} stays in its access control list: {e}",
+                    file.path.display()
+                );
+            }
+            _ => {}
+        }
+    }
 }
 
 /// Lets QEMU make no more files in its directory. *Needs:* a QEMU that has greeted, so that its sockets exist.
@@ -301,34 +382,6 @@ fn is_below_any(path: &Path, directories: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn each_vm_keeps_a_user_of_its_own() {
-        let directory = tempfile::tempdir().unwrap();
-        let users = directory.path().join("users");
-        assert_eq!(recorded_in(&users, "web").unwrap(), None);
-        let first = record_in(&users, "web").unwrap().unwrap();
-        let second = record_in(&users, "db").unwrap().unwrap();
-        assert_ne!(first, second);
-        assert_eq!(recorded_in(&users, "web").unwrap(), Some(first));
-        assert_eq!(recorded_in(&users, "db").unwrap(), Some(second));
-        // A number that this version does not give.
-        symlink("other", users.join("4000000000")).unwrap();
-        assert_eq!(recorded_in(&users, "other").unwrap(), None);
-    }
-
-    #[test]
-    fn vms_that_start_together_get_different_users() {
-        let directory = tempfile::tempdir().unwrap();
-        let users: Vec<_> = std::thread::scope(|scope| {
-            let path = directory.path();
-            let threads: Vec<_> =
-                (0..8).map(|n| scope.spawn(move || record_in(path, &format!("vm{n}")).unwrap().unwrap())).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
-        let different: std::collections::BTreeSet<_> = users.iter().collect();
-        assert_eq!(different.len(), users.len());
-    }
 
     #[test]
     fn a_program_elsewhere_has_its_files_around_it() {

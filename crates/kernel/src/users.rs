@@ -1,0 +1,47 @@
+//! Numbers of users and groups of the host.
+
+use nix::unistd::{Gid, Group, Uid, User};
+use std::fs;
+use std::path::Path;
+
+/// Ranges of numbers that users may give to programs in containers: subuid(5), subgid(5).
+const SUBORDINATE: [&str; 2] = ["/etc/subuid", "/etc/subgid"];
+
+/// Returns whether the host knows a user or a group with this number, or keeps it for containers. A directory service that
+/// does not answer knows none.
+#[must_use]
+pub fn is_in_use(number: u32) -> bool {
+    let is_known = matches!(User::from_uid(Uid::from_raw(number)), Ok(Some(_)))
+        || matches!(Group::from_gid(Gid::from_raw(number)), Ok(Some(_)));
+    is_known || SUBORDINATE.iter().any(|file| is_in_ranges(Path::new(file), number))
+}
+
+/// Searches the lines `NAME:FIRST:COUNT` of a file.
+fn is_in_ranges(file: &Path, number: u32) -> bool {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    let mut ranges = text.lines().filter_map(|line| {
+        let mut fields = line.split(':').skip(1);
+        Some((fields.next()?.trim().parse::<u64>().ok()?, fields.next()?.trim().parse::<u64>().ok()?))
+    });
+    ranges.any(|(first, count)| (first..first.saturating_add(count)).contains(&number.into()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_users_groups_and_containers_are_in_use() {
+        assert!(is_in_use(0));
+        assert!(!is_in_use(2_147_000_000));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "# comment\nweb:100000:65536\ndb:2100000000:10\nbad:x:y\n").unwrap();
+        for (number, expected) in
+            [(99_999, false), (100_000, true), (165_535, true), (165_536, false), (2_100_000_009, true)]
+        {
+            assert_eq!(is_in_ranges(file.path(), number), expected, "{number}");
+        }
+        assert!(!is_in_ranges(Path::new("/nonexistent"), 1));
+    }
+}
