@@ -24,6 +24,7 @@
 //! | [`ram`] | a VM's RAM, for a new boot |
 //! | [`status`] | the status of a VM |
 //! | [`locked_vm`] | a VM that is locked for an operation |
+//! | [`causes`] | the text of an error with its causes |
 //! | [`cleanup`] | removal of everything that is kept of a VM |
 //! | [`qemu`] | a VM's QEMU processes, and the meaning of the guest's run states |
 //! | [`qemu_user`] | the user as which a VM's QEMU runs, and the files that exist for it |
@@ -31,6 +32,7 @@
 //! | [`names`] | names of a VM's files outside the run directory |
 //! | [`doctor`] | checks of this host, with hints |
 
+pub mod causes;
 pub mod cleanup;
 pub mod definition;
 pub mod direct_monitors;

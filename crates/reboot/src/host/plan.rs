@@ -8,7 +8,7 @@ use super::kernel::InstalledKernel;
 use super::setup::reserve;
 use super::{HostError, PreventingVm, RebootMethod};
 use crate::error::{Problem, RebootError};
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock;
 use rekindle_vm::rundir::{RunDir, write_json};

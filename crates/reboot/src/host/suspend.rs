@@ -10,8 +10,8 @@ use super::record::{SuspendRecord, SuspendedGuest, state_directory, write_token}
 use super::survived::{BOOT_ID_FILE, boot_id};
 use super::{FailedVm, HostError, PreventingVm, RebootMethod};
 use crate::error::{Problem, RebootError};
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::error::LifeError;
-use rekindle_vm::error::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;

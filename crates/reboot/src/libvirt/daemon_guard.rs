@@ -4,7 +4,7 @@
 use super::daemon;
 use crate::deferred_signals::DeferredSignals;
 use rekindle_libvirt::daemon::DaemonError;
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::journal::{Absence, DaemonRecord, LibvirtOperation};
 use std::time::{Duration, Instant};
 

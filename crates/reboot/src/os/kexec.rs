@@ -12,7 +12,7 @@ use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::locked_vm::LockedVm;

@@ -10,7 +10,7 @@ use rekindle_memory::moving::droppable;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::takeover_command::SourceDescriptor;
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::path::Path;

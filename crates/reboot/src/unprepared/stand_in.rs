@@ -8,7 +8,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::takeover_command::stand_in::{self, StandIn};
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::journal::{PassedParts, PassedStandIn};
 use std::fs;
 use std::io::{self, ErrorKind};

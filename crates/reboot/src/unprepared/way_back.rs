@@ -8,7 +8,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_memory::tracker::close_leftovers;
 use rekindle_qemu::vmm::log_tail;
 use rekindle_qemu::{devices, userfaultfd};
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::journal::Step;
 use std::fs::File;
 use std::io;

@@ -9,7 +9,7 @@ use rekindle_libvirt::domains;
 use rekindle_libvirt::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use rekindle_qemu::outdated::{self, Outdated};
 use rekindle_qemu::program::Program;
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;

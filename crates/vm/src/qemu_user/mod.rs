@@ -17,7 +17,7 @@ mod records;
 
 pub use obstacle::Obstacle;
 
-use crate::error::with_causes;
+use crate::causes::with_causes;
 use crate::host::{Host, HostError, OwnUser};
 use crate::rundir::RunDir;
 use rekindle_kernel::access_list;
@@ -114,7 +114,7 @@ pub enum QemuUserError {
 
 /// How the next QEMU of a VM runs.
 #[derive(Debug)]
-pub struct NextQemu {
+pub struct QemuIdentity {
     /// Where it runs. `None`: as the calling user, without a jail.
     pub jail: Option<Jail>,
     /// Set if it may run as root should it be impossible to enter the jail.
@@ -160,8 +160,8 @@ pub fn of_next_qemu(
     directory: &Directory,
     hardware: &Hardware,
     program: &Path,
-) -> Result<NextQemu, QemuUserError> {
-    const AS_CALLER: NextQemu = NextQemu { jail: None, if_jail_fails: None };
+) -> Result<QemuIdentity, QemuUserError> {
+    const AS_CALLER: QemuIdentity = QemuIdentity { jail: None, if_jail_fails: None };
     let name = rundir.name();
     let host = Host::open()?;
     let (Some(users), own_user) = (host.qemu_users(), host.own_user(name)) else { return Ok(AS_CALLER) };
@@ -171,7 +171,7 @@ pub fn of_next_qemu(
     let is_required = own_user == OwnUser::Required;
     let recorded = records::recorded(users, name)?;
     if let Some(obstacle) = Obstacle::of(hardware) {
-        // What an image says may be the work of an attacker that has controlled the VM's previous QEMU.
+        // What an image names may be the work of an attacker that has controlled the VM's previous QEMU.
         if is_required || obstacle.is_in_image && recorded.is_some() {
             return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
         }
@@ -191,7 +191,7 @@ pub fn of_next_qemu(
             run_as_root.instead(name, hardware, &e);
             Ok(AS_CALLER)
         }
-        (prepared, if_jail_fails) => Ok(NextQemu { jail: Some(prepared?), if_jail_fails }),
+        (prepared, if_jail_fails) => Ok(QemuIdentity { jail: Some(prepared?), if_jail_fails }),
     }
 }
 

@@ -23,7 +23,7 @@ use crate::protector::CheckpointSeries;
 use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_pages::PageRun;
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::RunStateLock;

@@ -7,7 +7,7 @@ use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_store::{StoreError, StoreUrl};
-use rekindle_vm::error::with_causes;
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
 use rekindle_vm::phases::{self, DiskSnapshot, PhaseError};
 use rekindle_vm::rundir::RunDir;
