@@ -111,14 +111,19 @@ impl Destination<SpawnedStage> {
         let connected = handover.write_journal().and_then(|()| {
             handover.pass_pipeline(PipelinePoint::Recorded, start);
             let qmp = vmm.connect(vmm::START_TIMEOUT)?;
-            let directory = vmm.directory();
-            qemu_user::seal(&directory).map_err(|source| HandoverError::File { path: directory.0, source })?;
+            qemu_user::seal(handover.name(), &vmm.directory())?;
             Ok(qmp)
         });
         match connected {
             Ok(qmp) => Ok(Self { vmm, qmp, start, stage: SpawnedStage }),
             Err(e) => {
                 let _ = vmm.kill();
+                if let Some(user) = qemu_user::starting_user(&vmm.directory()) {
+                    tracing::warn!(
+                        "QEMU ran as user {user}, with the files of its VM only. If it needs more: The user of a VM in \
+                         docs/run-directory.md"
+                    );
+                }
                 Err(e)
             }
         }

@@ -328,7 +328,8 @@ mod tests {
         /// Runs a shell command in a jail that has `own`. Returns its output.
         fn run(&self, script: &str) -> String {
             let read = |path: &str| JailPath { path: path.into(), is_writable: false, has_devices: false };
-            let mut paths: Vec<_> = ["/usr", "/bin", "/lib", "/lib64"].map(read).into();
+            // The last one is a file in an earlier one.
+            let mut paths: Vec<_> = ["/usr", "/bin", "/lib", "/lib64", "/usr/bin/cat"].map(read).into();
             paths.push(JailPath { path: self.path("own"), is_writable: true, has_devices: false });
             paths.push(JailPath { path: "/dev/null".into(), is_writable: true, has_devices: true });
             let jail = Jail { user: USER, group: USER, groups: Vec::new(), root: self.path("jail"), paths };

@@ -158,7 +158,7 @@ struct MissingMemory {
     /// `None`: the previous pager was killed after the fill was complete.
     pager: Option<Pager>,
     files: FillFiles,
-    /// Empty if this process is not confined.
+    /// If one of them changes, this process cannot use it any more.
     granted: GrantedFiles,
 }
 

@@ -151,6 +151,9 @@ impl ChunkCache {
             let pending = started.unwrap_or_else(|| bucket.start_front(name, CHUNK_BYTES, waiting_need()));
             return bucket.wait_for(&pending);
         };
+        if need == Need::Guest {
+            bucket.schedule().expect_guests();
+        }
         let mut opening = self.opening();
         if let Some(pending) = opening.get(name) {
             let Some(ended) = pending.ended() else {
@@ -159,9 +162,6 @@ impl ChunkCache {
             };
             opening.remove(name);
             return ended;
-        }
-        if need == Need::Guest {
-            bucket.schedule().expect_guests();
         }
         if bucket.schedule().has_room(need) {
             if opening.len() >= MAX_OPENING {
@@ -281,6 +281,9 @@ impl OpenObject {
             };
             return chunks.zip(gets).map(wait).collect();
         };
+        if need == Need::Guest {
+            self.bucket.schedule().expect_guests();
+        }
         let failure = {
             let mut cached = self.cache.cached();
             // The next attempt starts another GET.

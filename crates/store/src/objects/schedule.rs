@@ -8,6 +8,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::runtime::Handle;
 
@@ -50,8 +51,6 @@ struct Queues {
     /// Those in flight that were not for a guest when they were sent.
     unneeded_in_flight: usize,
     started: JobId,
-    /// Whether guests wait for what is read here. Otherwise [`Need::Guest`] only means that a thread waits.
-    has_guests: bool,
 }
 
 impl Queues {
@@ -64,7 +63,7 @@ impl Queues {
     }
 
     /// Takes the next GET that may be sent now. The second value: whether it is for a guest.
-    fn next(&mut self) -> Option<(Job, bool)> {
+    fn next(&mut self, has_guests: bool) -> Option<(Job, bool)> {
         if self.in_flight >= MAX_IN_FLIGHT {
             return None;
         }
@@ -72,7 +71,7 @@ impl Queues {
             self.in_flight += 1;
             return Some((job, true));
         }
-        let is_guest_waiting = self.has_guests && self.in_flight > self.unneeded_in_flight;
+        let is_guest_waiting = has_guests && self.in_flight > self.unneeded_in_flight;
         let limit = if is_guest_waiting { MAX_UNNEEDED_WHILE_WAITING } else { MAX_UNNEEDED_IN_FLIGHT };
         if self.unneeded_in_flight >= limit {
             return None;
@@ -88,6 +87,8 @@ impl Queues {
 pub(super) struct Schedule {
     runtime: &'static Handle,
     queues: Mutex<Queues>,
+    /// Whether guests wait for what is read here. Otherwise [`Need::Guest`] only means that a thread waits.
+    has_guests: AtomicBool,
     /// Readable after the end of a GET. Only callers that do not wait for GETs need it.
     ends: OnceLock<OwnedFd>,
 }
@@ -119,7 +120,7 @@ impl Drop for GetInFlight {
 
 impl Schedule {
     pub fn new(runtime: &'static Handle) -> Arc<Self> {
-        Arc::new(Self { runtime, queues: Mutex::default(), ends: OnceLock::new() })
+        Arc::new(Self { runtime, queues: Mutex::default(), has_guests: AtomicBool::new(false), ends: OnceLock::new() })
     }
 
     fn queues(&self) -> MutexGuard<'_, Queues> {
@@ -135,7 +136,7 @@ impl Schedule {
 
     /// From now on, what nothing waits for leaves bandwidth to the rest.
     pub fn expect_guests(&self) {
-        self.queues().has_guests = true;
+        self.has_guests.store(true, Ordering::Relaxed);
     }
 
     /// Starts or queues a GET.
@@ -168,7 +169,7 @@ impl Schedule {
     /// Sends the GETs that may be sent now.
     fn send_next(schedule: &Arc<Self>) {
         loop {
-            let next = schedule.queues().next();
+            let next = schedule.queues().next(schedule.has_guests.load(Ordering::Relaxed));
             let Some((job, is_for_guest)) = next else { return };
             let in_flight = GetInFlight { schedule: schedule.clone(), is_for_guest };
             schedule.runtime.spawn(async move {

@@ -39,6 +39,8 @@ const DEVICES: [&str; 5] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urand
 const KVM: &str = "/dev/kvm";
 /// Mode of the directory of a QEMU with a user of its own, while it starts.
 const OWN_USER_MODE: u32 = 0o1770;
+/// Its mode from its greeting on.
+const SEALED_MODE: u32 = 0o1710;
 /// Directory, adjacent to the run directories, on which each QEMU mounts the root of its jail.
 const JAIL_ROOT: &str = ".jail";
 
@@ -130,10 +132,12 @@ pub struct RunAsRoot {
 }
 
 impl RunAsRoot {
-    /// Withdraws what the VM's user has got, and forgets the user.
+    /// Withdraws what the VM's user has got, and then forgets the user.
     pub fn instead(self, name: &str, hardware: &Hardware, why: &dyn std::error::Error) {
         warn_of_root(name, why);
-        withdraw_from(&self.users, self.user, hardware);
+        if !withdraw_from(&self.users, self.user, hardware) {
+            return;
+        }
         if let Err(e) = records::remove(&self.users, self.user) {
             tracing::warn!("{}: the record of user {} stays: {e}", self.users.display(), self.user);
         }
@@ -170,14 +174,16 @@ pub fn of_next_qemu(
     }
     let is_required = own_user == OwnUser::Required;
     let recorded = records::recorded(users, name)?;
-    if let Some(obstacle) = Obstacle::of(hardware) {
-        // What an image names may be the work of an attacker that has controlled the VM's previous QEMU.
-        if is_required || obstacle.is_in_image && recorded.is_some() {
-            return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
-        }
+    let has_had_own_user = recorded.is_some_and(|user| records::is_used(users, user));
+    // What an image names may be the work of an attacker that has controlled the VM's previous QEMU.
+    let obstacle = if has_had_own_user { Obstacle::in_images(hardware) } else { None };
+    if let Some(obstacle) = obstacle.or_else(|| Obstacle::of(hardware).filter(|_| is_required)) {
+        return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
+    }
+    if Obstacle::of(hardware).is_some() {
         return Ok(AS_CALLER);
     }
-    let may_be_root = recorded.is_none() && !is_required;
+    let may_be_root = !has_had_own_user && !is_required;
     let user = match recorded.map_or_else(|| records::assign(users, name), Ok) {
         Err(e) if may_be_root => {
             warn_of_root(name, &e);
@@ -283,14 +289,11 @@ fn prepare_jail(
         let has_devices = metadata.file_type().is_block_device() || metadata.file_type().is_char_device();
         let jail_path = JailPath { has_devices, ..path(&used.path, used.is_written) };
         permit(&jail_path)?;
-        if used.is_written || !is_below_any(&used.path, &SYSTEM) {
-            paths.push(jail_path);
-        } else if let Ok(target) = fs::canonicalize(&used.path)
-            && !is_below_any(&target, &SYSTEM)
-        {
-            // The link in the jail leads to it.
-            paths.push(JailPath { path: target, ..jail_path });
-        }
+        // Where the jail has the link, it needs what this leads to. The permissions of directories above a path that is mounted
+        // do not matter.
+        let is_in_system = is_below_any(&used.path, &SYSTEM);
+        let target = fs::canonicalize(&used.path).ok().filter(|_| is_in_system);
+        paths.push(JailPath { path: target.unwrap_or(used.path), ..jail_path });
     }
     // Group 0 has rights in many places.
     let group = fs::metadata(KVM).ok().filter(|kvm| kvm.mode() & 0o66 == 0o60 && kvm.gid() != 0).map(|kvm| kvm.gid());
@@ -307,18 +310,21 @@ fn prepare_jail(
 pub(crate) fn withdraw(host: &Host, name: &str, hardware: &Hardware) {
     let Some(users) = host.qemu_users() else { return };
     match records::recorded(users, name) {
-        Ok(Some(user)) => withdraw_from(users, user, hardware),
+        Ok(Some(user)) => drop(withdraw_from(users, user, hardware)),
         Ok(None) => {}
         Err(e) => tracing::warn!("{e}"),
     }
 }
 
-fn withdraw_from(users: &Path, user: u32, hardware: &Hardware) {
+/// Returns whether nothing remains.
+fn withdraw_from(users: &Path, user: u32, hardware: &Hardware) -> bool {
     let kvm = UsedFile { path: KVM.into(), is_written: true };
+    let mut is_complete = true;
     for file in used_files::of(hardware).into_iter().chain([kvm]) {
         let removed = lock_lists(users, &file.path).and_then(|_lock| access_list::remove_user(&file.path, user));
         match removed {
             Err(e) if e.kind() != io::ErrorKind::NotFound && e.kind() != io::ErrorKind::Unsupported => {
+                is_complete = false;
                 tracing::warn!(
                     "{}: the entry of user {user} stays in its access control list: {e}",
                     file.path.display()
@@ -327,15 +333,30 @@ fn withdraw_from(users: &Path, user: u32, hardware: &Hardware) {
             _ => {}
         }
     }
+    is_complete
 }
 
-/// Lets QEMU make no more files in its directory. *Needs:* a QEMU that has greeted, so that its sockets exist.
+/// Lets a QEMU make no more files in its directory, and records that it has run, if it has a user of its own. *Needs:* a QEMU that
+/// has greeted, so that its sockets exist.
 ///
 /// # Errors
-/// Errors of `chmod(2)`.
-pub fn seal(directory: &Directory) -> io::Result<()> {
-    let mode = fs::metadata(&directory.0)?.mode() & 0o7777;
-    if mode == OWN_USER_MODE { fs::set_permissions(&directory.0, Permissions::from_mode(0o1710)) } else { Ok(()) }
+/// [`QemuUserError`].
+pub fn seal(name: &str, directory: &Directory) -> Result<(), QemuUserError> {
+    let Some(user) = starting_user(directory) else { return Ok(()) };
+    let own_file = |source| QemuUserError::OwnFile { path: directory.0.clone(), name: name.to_owned(), user, source };
+    let host = Host::open()?;
+    if let Some(users) = host.qemu_users() {
+        let registry = |source| QemuUserError::Registry { directory: users.into(), name: name.to_owned(), source };
+        records::mark_used(users, user).map_err(registry)?;
+    }
+    fs::set_permissions(&directory.0, Permissions::from_mode(SEALED_MODE)).map_err(own_file)
+}
+
+/// Returns the user of its own that the QEMU in `directory` has, if it has not greeted yet.
+#[must_use]
+pub fn starting_user(directory: &Directory) -> Option<u32> {
+    let metadata = fs::metadata(&directory.0).ok()?;
+    (metadata.mode() & 0o7777 == OWN_USER_MODE).then(|| metadata.gid())
 }
 
 /// Returns the processes of the VM's own user in a jail of this VM. With another directory of records, another VM may have a

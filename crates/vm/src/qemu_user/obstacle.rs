@@ -7,30 +7,38 @@ use rekindle_qemu::command::Hardware;
 use rekindle_qemu::host_access::{self, HostAccess};
 use rekindle_qemu::used_files;
 use std::fmt;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// What prevents that the QEMU of a machine runs as a user of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Obstacle {
-    what: String,
-    /// Whether only the content of an image has it. An attacker that controls the QEMU can write that.
-    pub(super) is_in_image: bool,
-}
+pub struct Obstacle(String);
 
 impl fmt::Display for Obstacle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.what)
+        f.write_str(&self.0)
     }
 }
 
 impl Obstacle {
-    /// Returns the first obstacle of a machine, those of its definition first.
+    /// Returns the first obstacle of a machine.
     #[must_use]
     pub fn of(hardware: &Hardware) -> Option<Self> {
-        if let Some(what) = in_definition(hardware).or_else(|| in_files(hardware)) {
-            return Some(Self { what, is_in_image: false });
-        }
-        in_images(hardware).map(|what| Self { what, is_in_image: true })
+        let of_definition = in_definition(hardware).or_else(|| in_files(hardware));
+        of_definition.map(Self).or_else(|| Self::in_images(hardware))
+    }
+
+    /// Returns the first obstacle that only the content of an image has. An attacker that controls the QEMU can write that.
+    #[must_use]
+    pub(super) fn in_images(hardware: &Hardware) -> Option<Self> {
+        let own = hardware.disks.iter().filter(|disk| !disk.server && disk.format != "raw");
+        let own = own.map(|disk| disk.path.clone());
+        let files =
+            host_access::of_arguments(&with_headers(&hardware.extra)).into_iter().filter_map(|access| match access {
+                HostAccess::File { path, .. } => Some(path),
+                HostAccess::Argument { .. } => None,
+            });
+        own.chain(files).find_map(|image| in_image(&image)).map(Self)
     }
 }
 
@@ -41,26 +49,52 @@ fn in_definition(hardware: &Hardware) -> Option<String> {
     if let Some((_, rule)) = hardware.forwards().find(|(_, rule)| is_privileged_port(rule)) {
         return Some(format!("the forwarded port of `{rule}`, which is below 1024"));
     }
-    let of_host = host_access::of_arguments(&hardware.extra).into_iter().find_map(|access| match access {
-        HostAccess::Argument { text, .. } => Some(text),
-        HostAccess::File { .. } => None,
-    });
-    if let Some(text) = of_host.or_else(|| needs_more_than_files(&hardware.extra)) {
+    if let Some(text) = in_arguments(&hardware.extra) {
         return Some(format!("`{text}` in its qemu_args"));
     }
-    needs_privilege_for_userfaultfd().then(|| "this kernel has no /dev/userfaultfd (Linux 6.1)".into())
+    needs_privilege_for_userfaultfd()
+        .then(|| "this host has no /dev/userfaultfd, and vm.unprivileged_userfaultfd is not 1".into())
+}
+
+fn in_arguments(arguments: &[String]) -> Option<String> {
+    let of_host = host_access::of_arguments(arguments).into_iter().find_map(|access| match access {
+        HostAccess::Argument { text, .. } if !needs_nothing(&text) => Some(text),
+        _ => None,
+    });
+    of_host.or_else(|| needs_more_than_files(arguments))
+}
+
+/// Returns whether QEMU needs nothing of the host for an option that does more than to describe the machine.
+fn needs_nothing(text: &str) -> bool {
+    let is_tcp_display =
+        |address: &str| address.split(',').next().is_some_and(|first| first.contains(':') && !first.contains('/'));
+    ["-display none", "-monitor none"].contains(&text)
+        || text.strip_prefix("-vnc ").is_some_and(|address| !address.starts_with("unix:") && is_tcp_display(address))
 }
 
 /// Returns an argument that only describes the machine, and for which QEMU needs a privilege or files that it names itself.
 fn needs_more_than_files(arguments: &[String]) -> Option<String> {
     let parts = arguments.iter().flat_map(|argument| argument.split(','));
     let is_obstacle = |part: &str| match part.split_once('=') {
-        Some(("mem-lock", value)) => value != "off",
-        Some(("snapshot", value)) => value != "off",
+        Some(("mem-lock" | "snapshot", value)) => value != "off",
         Some(("hostfwd", rule)) => is_privileged_port(rule),
         _ => ["-snapshot", "mem-lock", "snapshot"].contains(&part),
     };
     parts.into_iter().find(|part| is_obstacle(part)).map(str::to_owned)
+}
+
+/// Returns the arguments without the disks whose header QEMU does not read. A guest writes that of its raw disk as it likes.
+fn with_headers(arguments: &[String]) -> Vec<String> {
+    let is_raw = |argument: &str| argument.split(',').any(|part| ["format=raw", "driver=raw"].contains(&part));
+    let mut kept: Vec<String> = Vec::new();
+    for argument in arguments {
+        if is_raw(argument) && kept.last().is_some_and(|option| option.starts_with('-')) {
+            kept.pop();
+        } else {
+            kept.push(argument.clone());
+        }
+    }
+    kept
 }
 
 /// Returns whether a rule of a forwarded port (`tcp:ADDRESS:PORT-ADDRESS:PORT`) needs a privilege.
@@ -70,25 +104,13 @@ fn is_privileged_port(rule: &str) -> bool {
     port.is_none_or(|port| (1..1024).contains(&port))
 }
 
-/// Returns a file that its file system cannot let one more user access.
+/// Returns a file that its file system cannot let one more user access. Other errors may pass, and are those of the attempt.
 fn in_files(hardware: &Hardware) -> Option<String> {
     used_files::of(hardware).into_iter().find_map(|used| {
         let path = JailPath { path: used.path, is_writable: used.is_written, has_devices: true };
-        match path.can_be_permitted() {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Some(e.to_string()),
-            _ => None,
-        }
+        let e = path.can_be_permitted().err()?;
+        [ErrorKind::Unsupported, ErrorKind::PermissionDenied].contains(&e.kind()).then(|| e.to_string())
     })
-}
-
-/// Returns a file that only the header of an image names.
-fn in_images(hardware: &Hardware) -> Option<String> {
-    let disks = hardware.disks.iter().filter(|disk| !disk.server && disk.format != "raw").map(|disk| disk.path.clone());
-    let files = host_access::of_arguments(&hardware.extra).into_iter().filter_map(|access| match access {
-        HostAccess::File { path, .. } => Some(path),
-        HostAccess::Argument { .. } => None,
-    });
-    disks.chain(files).find_map(|image| in_image(&image))
 }
 
 fn in_image(image: &Path) -> Option<String> {
@@ -109,12 +131,13 @@ fn in_image(image: &Path) -> Option<String> {
 mod tests {
     use super::*;
     use crate::disks::tests::hardware;
+    use crate::restore_rules::image_layers::tests::qcow2;
     use std::fs::{self, Permissions};
     use std::os::unix::fs::PermissionsExt;
 
-    fn of(arguments: &[&str]) -> Option<Obstacle> {
+    fn machine(arguments: &[&str]) -> Hardware {
         let extra = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        Obstacle::of(&Hardware { extra, ..hardware(Path::new("/none.raw")) })
+        Hardware { extra, ..hardware(Path::new("/none.raw")) }
     }
 
     #[test]
@@ -125,17 +148,21 @@ mod tests {
             ["-drive", "file=/none.raw,format=raw,snapshot=on"],
             ["-device", "vfio-pci,host=01:00.0"],
             ["-virtfs", "local,path=/srv,mount_tag=srv,security_model=none"],
+            ["-vnc", "unix:/run/vnc"],
+            ["-display", "gtk"],
         ] {
-            let found = of(&arguments).unwrap_or_else(|| panic!("{arguments:?}"));
-            assert!(found.to_string().contains("qemu_args") && !found.is_in_image, "{found}");
+            let found = in_definition(&machine(&arguments)).unwrap_or_else(|| panic!("{arguments:?}"));
+            assert!(found.contains("qemu_args"), "{found}");
         }
         for arguments in [
             ["-overcommit", "mem-lock=off"],
             ["-nic", "user,hostfwd=tcp::8443-:443"],
             ["-drive", "file=/none.raw,format=raw"],
             ["-cpu", "max"],
+            ["-vnc", "127.0.0.1:1,password=on"],
+            ["-display", "none"],
         ] {
-            assert_eq!(of(&arguments), None, "{arguments:?}");
+            assert_eq!(in_arguments(&machine(&arguments).extra), None, "{arguments:?}");
         }
     }
 
@@ -143,12 +170,15 @@ mod tests {
     fn files_that_only_an_image_names_are_obstacles_of_the_image() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join("top.qcow2");
-        fs::write(&image, crate::restore_rules::image_layers::tests::qcow2("/srv/base.raw")).unwrap();
-        let found = of(&["-drive", &format!("file={}", image.display())]).unwrap();
-        assert!(found.is_in_image && found.to_string().contains("/srv/base.raw"), "{found}");
+        fs::write(&image, qcow2("/srv/base.raw")).unwrap();
+        let file = format!("file={}", image.display());
+        let found = Obstacle::in_images(&machine(&["-nodefaults", "-drive", &file])).unwrap();
+        assert!(found.to_string().contains("/srv/base.raw"), "{found}");
+        // QEMU does not read the header of a raw disk, and a guest can write it.
+        assert_eq!(Obstacle::in_images(&machine(&["-nodefaults", "-drive", &format!("{file},format=raw")])), None);
         fs::write(&image, b"KDMV").unwrap();
-        let found = of(&["-hda", image.to_str().unwrap()]).unwrap();
-        assert!(found.is_in_image && found.to_string().contains("may name other files"), "{found}");
+        let found = Obstacle::in_images(&machine(&["-hda", image.to_str().unwrap()])).unwrap();
+        assert!(found.to_string().contains("may name other files"), "{found}");
     }
 
     #[test]
@@ -157,11 +187,11 @@ mod tests {
         let firmware = directory.path().join("firmware");
         fs::create_dir(&firmware).unwrap();
         fs::set_permissions(&firmware, Permissions::from_mode(0o755)).unwrap();
-        let arguments = ["-L", firmware.to_str().unwrap()];
-        assert_eq!(of(&arguments), None);
+        let machine = machine(&["-L", firmware.to_str().unwrap()]);
+        assert_eq!(in_files(&machine), None);
         fs::set_permissions(&firmware, Permissions::from_mode(0o700)).unwrap();
-        let found = of(&arguments).unwrap();
-        assert!(found.to_string().contains("firmware") && !found.is_in_image, "{found}");
+        let found = in_files(&machine).unwrap();
+        assert!(found.contains("firmware"), "{found}");
     }
 
     #[test]

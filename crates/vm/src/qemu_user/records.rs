@@ -1,9 +1,14 @@
 //! The numbers of the users of VMs: each is the name of a link to the name of its VM.
+//!
+//! ```text
+//! users/2100012345 -> web     the VM has this user
+//! users/2100012345.used       a QEMU of the VM has run as this user
+//! ```
 
 use super::QemuUserError;
-use crate::rundir::sync_directory;
+use crate::rundir::{ignore_missing, sync_directory};
 use rekindle_kernel::users::is_in_use;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt, symlink};
@@ -27,10 +32,29 @@ pub(super) fn recorded(directory: &Path, name: &str) -> Result<Option<u32>, Qemu
     find(directory, name).map_err(registry_error(directory, name))
 }
 
-/// Removes a record. *Needs:* no process and no file of the user.
+/// Removes a record. *Needs:* no process of the user, and no file that it may use.
 pub(super) fn remove(directory: &Path, user: u32) -> io::Result<()> {
     fs::remove_file(directory.join(user.to_string()))?;
     sync_directory(directory)
+}
+
+/// Records that a QEMU has run as the user.
+pub(super) fn mark_used(directory: &Path, user: u32) -> io::Result<()> {
+    let mark = used_mark(directory, user);
+    if mark.exists() {
+        return Ok(());
+    }
+    File::create(mark)?;
+    sync_directory(directory)
+}
+
+/// Returns whether a QEMU has run as the user. An error counts as one that has.
+pub(super) fn is_used(directory: &Path, user: u32) -> bool {
+    used_mark(directory, user).try_exists().unwrap_or(true)
+}
+
+fn used_mark(directory: &Path, user: u32) -> PathBuf {
+    directory.join(format!("{user}.used"))
 }
 
 fn registry_error(directory: &Path, name: &str) -> impl Fn(io::Error) -> QemuUserError {
@@ -70,6 +94,8 @@ fn add(directory: &Path, name: &str) -> io::Result<Option<u32>> {
         if is_in_use(number) {
             continue;
         }
+        // Of a record that its owner has removed.
+        ignore_missing(fs::remove_file(used_mark(directory, number)))?;
         match symlink(name, directory.join(number.to_string())) {
             // Another VM has got it meanwhile.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -101,6 +127,10 @@ mod tests {
         // A number that this version does not give.
         symlink("other", users.join("4000000000")).unwrap();
         assert_eq!(find(&users, "other").unwrap(), None);
+        assert!(!is_used(&users, first));
+        mark_used(&users, first).unwrap();
+        mark_used(&users, first).unwrap();
+        assert!(is_used(&users, first) && !is_used(&users, second));
         remove(&users, first).unwrap();
         assert_eq!(find(&users, "web").unwrap(), None);
     }
