@@ -103,7 +103,7 @@ fn a_cluster_resource_uses_an_object_store_with_the_variables_of_a_file() {
     });
     wait_filled(&guest);
     ocf("monitor").status(0);
-    guest.only_qemu();
+    guest.single_qemu();
     let configured = lab.command([
         "ocf",
         "show-config",
