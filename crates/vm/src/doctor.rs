@@ -134,7 +134,7 @@ fn check_users() -> Finding {
         Ok(of_root) if of_root.is_empty() => finding(CHECK, Level::Good, "no QEMU of Rekindle's VMs runs as root", ""),
         Ok(of_root) => {
             let observation = format!("QEMU runs as root: {}", of_root.join("; "));
-            let hint = "without a reason: check qemu_own_user in host.toml, then run: rekindle reboot vmm NAME; otherwise see \
+            let hint = "without a reason: check host.toml (qemu_own_user, qemu_as_root), then run: rekindle reboot vmm NAME; otherwise see \
                         The user of a VM in docs/run-directory.md";
             finding(CHECK, Level::Limited, observation, hint)
         }

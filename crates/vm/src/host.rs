@@ -59,29 +59,22 @@ struct Config {
     log_limit: Option<Bytes>,
     confine_helpers: Option<bool>,
     #[serde(default)]
-    qemu_own_user: OwnUsers,
+    qemu_own_user: OwnUser,
+    #[serde(default)]
+    qemu_as_root: Vec<String>,
     #[serde(default)]
     restore: RestoreConfig,
 }
 
-/// `qemu_own_user` in `host.toml`.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(untagged, expecting = "qemu_own_user must be true, false or a list of VM names")]
-enum OwnUsers {
-    All(bool),
-    Listed(Vec<String>),
-    #[default]
-    #[serde(skip)]
-    WherePossible,
-}
-
-/// Whether the QEMU of a VM runs as a user of its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Whether the QEMU of a VM of root runs as a user of its own: `qemu_own_user` in `host.toml`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OwnUser {
-    /// As the user that starts it.
-    No,
+    /// As root.
+    Off,
     /// If the VM has nothing that prevents it.
-    IfPossible,
+    #[default]
+    WherePossible,
     /// It must.
     Required,
 }
@@ -108,7 +101,9 @@ pub struct Host {
     known_stores: PathBuf,
     /// Directory of the users of VMs; `None` if this user is not root.
     qemu_users: Option<PathBuf>,
-    own_users: OwnUsers,
+    own_user: OwnUser,
+    /// Names of VMs whose QEMU runs as root.
+    as_root: Vec<String>,
     ram: RamLocation,
 }
 
@@ -195,7 +190,8 @@ impl Host {
             run_machines,
             known_stores,
             qemu_users,
-            own_users: config.qemu_own_user,
+            own_user: config.qemu_own_user,
+            as_root: config.qemu_as_root,
             ram,
         })
     }
@@ -215,7 +211,8 @@ impl Host {
             run_machines: directory(".machines"),
             known_stores: directory(".stores"),
             qemu_users: None,
-            own_users: OwnUsers::default(),
+            own_user: OwnUser::default(),
+            as_root: Vec::new(),
             ram: RamLocation::Named(directory(".ram")),
         }
     }
@@ -279,12 +276,7 @@ impl Host {
     /// Returns whether the next QEMU of the VM `name` is to run as a user of its own.
     #[must_use]
     pub fn own_user(&self, name: &str) -> OwnUser {
-        match &self.own_users {
-            OwnUsers::WherePossible => OwnUser::IfPossible,
-            OwnUsers::All(true) => OwnUser::Required,
-            OwnUsers::Listed(names) if names.iter().any(|listed| listed == name) => OwnUser::Required,
-            OwnUsers::All(false) | OwnUsers::Listed(_) => OwnUser::No,
-        }
+        if self.as_root.iter().any(|listed| listed == name) { OwnUser::Off } else { self.own_user }
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.

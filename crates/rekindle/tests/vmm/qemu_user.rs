@@ -11,7 +11,7 @@ use std::path::Path;
 
 fn lab() -> Lab {
     let lab = Lab::new();
-    lab.configure_host("qemu_own_user = true");
+    lab.configure_host("qemu_own_user = \"required\"");
     lab
 }
 
@@ -126,12 +126,12 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
 #[test]
 fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     let lab = Lab::new();
-    lab.configure_host("qemu_own_user = false");
+    lab.configure_host("qemu_own_user = \"off\"");
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("changed").section(&section(&path, "")).boot(&[]);
     let served_by = server(&guest).expect("a server");
     lab.rekindle(["doctor"]).prints(&["QEMU runs as root: changed", "qemu_own_user"]);
-    lab.configure_host("qemu_own_user = [\"changed\"]");
+    lab.configure_host("qemu_own_user = \"required\"");
     guest.warm(&[]);
     user(&guest);
     assert_eq!(server(&guest), Some(served_by));
@@ -139,7 +139,7 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
     // And back.
-    lab.configure_host("qemu_own_user = false");
+    lab.configure_host("qemu_own_user = \"off\"");
     guest.warm(&[]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
@@ -160,10 +160,10 @@ fn an_image_with_a_backing_file_is_rejected() {
     let section = format!("[[disk]]\npath = {image:?}\nformat = \"qcow2\"\nserver = false");
     let definition = lab.vm("layered").net(Net::None).section(&section).write();
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
-    refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_own_user"]);
+    refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_as_root"]);
     // Without a requirement, it runs as root, and doctor names the reason.
     lab.configure_host("");
-    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok().prints(&["its QEMU runs as root", "the backing file"]);
     lab.rekindle(["doctor"]).prints(&["QEMU runs as root: layered (the backing file", base.to_str().unwrap()]);
     let guest = lab.vm("layered").net(Net::None).guest();
     guest.rekindle(&["stop", "--now"]).ok();
@@ -243,7 +243,7 @@ fn a_program_in_place_of_qemu_reaches_nothing_of_the_host_and_of_other_vms() {
     assert_eq!(attempts(&lab, "hostile", &victim), Vec::<String>::new());
     victim.assert_sound();
     // As root, it reaches everything: the attempts are real.
-    lab.configure_host("qemu_own_user = [\"victim\"]");
+    lab.configure_host("qemu_as_root = [\"root\"]");
     let reached = attempts(&lab, "root", &victim);
     let expected = include_str!("stand_in_qemu.py").matches("@attempt").count();
     assert_eq!(reached.len(), expected, "{reached:?}");
@@ -273,5 +273,5 @@ fn a_file_that_the_user_cannot_use_is_named() {
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     let unmounted = std::process::Command::new("umount").arg(&directory).status().unwrap();
     assert!(unmounted.success());
-    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "qemu_own_user"]);
+    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "qemu_as_root"]);
 }

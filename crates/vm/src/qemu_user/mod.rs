@@ -86,8 +86,8 @@ pub enum QemuUserError {
     },
     /// The user cannot be permitted to use a file of the definition.
     #[error(
-        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or remove {name} \
-         from qemu_own_user in host.toml: its QEMU then runs as root",
+        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or add \
+         {name} to qemu_as_root in host.toml: its QEMU then runs as root",
         path.display()
     )]
     File {
@@ -103,8 +103,8 @@ pub enum QemuUserError {
     },
     /// Something prevents it.
     #[error(
-        "VM {name}: its QEMU cannot run as a user of its own: {obstacle}. Remove this, or list only other VMs in qemu_own_user in \
-         host.toml: the QEMU of {name} then runs as root. See The user of a VM in docs/run-directory.md"
+        "VM {name}: its QEMU cannot run as a user of its own: {obstacle}. Remove this, or add {name} to qemu_as_root in \
+         host.toml: its QEMU then runs as root. See The user of a VM in docs/run-directory.md"
     )]
     Obstacle {
         /// Name of the VM.
@@ -169,7 +169,7 @@ pub fn of_next_qemu(
     let name = rundir.name();
     let host = Host::open()?;
     let (Some(users), own_user) = (host.qemu_users(), host.own_user(name)) else { return Ok(AS_CALLER) };
-    if own_user == OwnUser::No {
+    if own_user == OwnUser::Off {
         return Ok(AS_CALLER);
     }
     let is_required = own_user == OwnUser::Required;
@@ -180,7 +180,8 @@ pub fn of_next_qemu(
     if let Some(obstacle) = obstacle.or_else(|| Obstacle::of(hardware).filter(|_| is_required)) {
         return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
     }
-    if Obstacle::of(hardware).is_some() {
+    if let Some(obstacle) = Obstacle::of(hardware) {
+        tracing::warn!("VM {name}: its QEMU runs as root, because it cannot run as a user of its own: {obstacle}");
         return Ok(AS_CALLER);
     }
     let may_be_root = !has_had_own_user && !is_required;
