@@ -5,6 +5,7 @@ use crate::common::served::{READ, digest, image, read, section, server};
 use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::access_list::{self, READ as MAY_READ, WRITE as MAY_WRITE};
 use rekindle_kernel::confinement::status::Rights;
+use rekindle_kernel::process::Process;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -24,16 +25,24 @@ fn user(guest: &Guest<'_>) -> u32 {
     assert_eq!(rights.capabilities, 0, "{rights:?}");
     let status = fs::read_to_string(process.join("status")).unwrap();
     assert!(status.contains("NoNewPrivs:\t1"), "{status}");
-    let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
-    let numbers: Vec<u32> =
-        ids.iter().flat_map(|line| line.split_whitespace().skip(1)).map(|id| id.parse().unwrap()).collect();
-    assert!(numbers.len() == 8 && numbers.iter().all(|number| *number == numbers[0]), "{ids:?}");
-    assert_ne!(numbers[0], 0);
+    let user = user_of(qemu.process);
+    assert_ne!(user, 0);
     // The files of the host do not exist for it.
     let root = process.join("root");
     let definition = guest.lab.path(&format!("{}.toml", guest.name));
     assert!(definition.exists() && root.join("usr/bin").exists());
     assert!(!root.join(definition.strip_prefix("/").unwrap()).exists());
+    user
+}
+
+/// Returns the user of a process, and asserts that it has no other user or group.
+#[track_caller]
+fn user_of(process: Process) -> u32 {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap();
+    let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
+    let numbers: Vec<u32> =
+        ids.iter().flat_map(|line| line.split_whitespace().skip(1)).map(|id| id.parse().unwrap()).collect();
+    assert!(numbers.len() == 8 && numbers.iter().all(|number| *number == numbers[0]), "{ids:?}");
     numbers[0]
 }
 
@@ -43,6 +52,7 @@ fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("jailed").key(&format!("qemu = {:?}", qemu_old())).section(&section(&path, "")).boot(&[]);
     let first = user(&guest);
+    assert_eq!(user_of(server(&guest).expect("a server")), first);
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     guest.touch("24M");
     let boot = guest.boot_id();
@@ -56,7 +66,8 @@ fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
     // A server that was restarted is reached through the same directory.
     let killed = server(&guest).expect("a server");
     killed.kill().unwrap();
-    wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    let restarted = wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    assert_eq!(user_of(restarted), first);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
 

@@ -37,6 +37,8 @@ const SYSTEM: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", 
 const RESOLVER: &str = "/etc/resolv.conf";
 const DEVICES: [&str; 5] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", KVM];
 const KVM: &str = "/dev/kvm";
+/// Servers of disks wait with it for pages of a guest that a restore has not loaded yet.
+const USERFAULTFD: &str = rekindle_kernel::userfault::remote::DEVICE;
 /// Mode of the directory of a QEMU with a user of its own, while it starts.
 const OWN_USER_MODE: u32 = 0o1770;
 /// Its mode from its greeting on.
@@ -132,10 +134,11 @@ pub struct RunAsRoot {
 }
 
 impl RunAsRoot {
-    /// Withdraws what the VM's user has got, and then forgets the user.
+    /// Withdraws what the VM's user has got, and then forgets the user, unless the servers of the VM's disks run as this user.
     pub fn instead(self, name: &str, hardware: &Hardware, why: &dyn std::error::Error) {
         warn_of_root(name, why);
-        if !withdraw_from(&self.users, self.user, hardware) {
+        let has_servers = hardware.disks.iter().any(|disk| disk.server);
+        if has_servers || !withdraw_from(&self.users, self.user, hardware) {
             return;
         }
         if let Err(e) = records::remove(&self.users, self.user) {
@@ -202,6 +205,31 @@ pub fn of_next_qemu(
     }
 }
 
+/// Returns the user for the servers of the VM's disks, after it has got what they need: the one that the VM's QEMU has or will have.
+/// `None`: they run as the calling user.
+///
+/// # Errors
+/// [`QemuUserError::Host`], [`QemuUserError::Registry`].
+pub fn of_helpers(name: &str, hardware: &Hardware) -> Result<Option<u32>, QemuUserError> {
+    let host = Host::open()?;
+    let Some(users) = host.qemu_users() else { return Ok(None) };
+    let recorded = records::recorded(users, name)?;
+    let will_have_one = host.own_user(name) != OwnUser::Off && Obstacle::of(hardware).is_none();
+    let user = match recorded {
+        None if will_have_one => records::assign(users, name).map(Some),
+        recorded => Ok(recorded),
+    };
+    let device = JailPath { path: USERFAULTFD.into(), is_writable: true, has_devices: true };
+    let prepared = user.and_then(|user| match user.filter(|_| device.path.exists()) {
+        Some(number) => permit(users, name, number, &device).map(|()| user),
+        None => Ok(user),
+    });
+    prepared.or_else(|e| {
+        tracing::warn!("VM {name}: the servers of its disks run as root: {}", with_causes(&e));
+        Ok(None)
+    })
+}
+
 /// Returns the user that the VM `name` has, also if it is not listed any more: its QEMU may still run as this user.
 ///
 /// # Errors
@@ -219,6 +247,12 @@ fn lock_lists(users: &Path, file: &Path) -> io::Result<File> {
     let lock = OpenOptions::new().create(true).append(true).mode(0o600).open(users.join(format!(".lock-{device}")))?;
     flock(&lock, FlockOperation::LockExclusive)?;
     Ok(lock)
+}
+
+/// Permits the user of a VM to use a file.
+fn permit(users: &Path, name: &str, user: u32, path: &JailPath) -> Result<(), QemuUserError> {
+    let permitted = lock_lists(users, &path.path).and_then(|_lock| path.permit(user));
+    permitted.map_err(|source| QemuUserError::File { path: path.path.clone(), name: name.to_owned(), user, source })
 }
 
 /// Gives the user of a VM what the QEMU in `directory` needs.
@@ -246,16 +280,7 @@ fn prepare_jail(
     options.create(true).append(true).mode(0o600).open(&console_log).map_err(at(&console_log))?;
     chown(&console_log, Some(user), Some(user)).map_err(at(&console_log))?;
 
-    let permit = |path: &JailPath| {
-        let permitted = lock_lists(users, &path.path).and_then(|_lock| path.permit(user));
-        permitted.map_err(|source| QemuUserError::File {
-            path: path.path.clone(),
-            name: rundir.name().to_owned(),
-            user,
-            source,
-        })
-    };
-
+    let permit = |path: &JailPath| permit(users, rundir.name(), user, path);
     let root = rundir.path().with_file_name(JAIL_ROOT);
     match DirBuilder::new().mode(0o700).create(&root) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(at(&root)(e)),
@@ -319,9 +344,9 @@ pub(crate) fn withdraw(host: &Host, name: &str, hardware: &Hardware) {
 
 /// Returns whether nothing remains.
 fn withdraw_from(users: &Path, user: u32, hardware: &Hardware) -> bool {
-    let kvm = UsedFile { path: KVM.into(), is_written: true };
+    let devices = [KVM, USERFAULTFD].map(|path| UsedFile { path: path.into(), is_written: true });
     let mut is_complete = true;
-    for file in used_files::of(hardware).into_iter().chain([kvm]) {
+    for file in used_files::of(hardware).into_iter().chain(devices) {
         let removed = lock_lists(users, &file.path).and_then(|_lock| access_list::remove_user(&file.path, user));
         match removed {
             Err(e) if e.kind() != io::ErrorKind::NotFound && e.kind() != io::ErrorKind::Unsupported => {
@@ -368,12 +393,21 @@ pub fn starting_user(directory: &Directory) -> Option<u32> {
 pub fn processes(rundir: &RunDir) -> Result<Vec<Process>, QemuUserError> {
     let Some(user) = recorded(rundir.name())? else { return Ok(Vec::new()) };
     let relative = rundir.path().strip_prefix("/").unwrap_or(rundir.path());
-    let is_in_jail = |process: &Path| process.join("root").join(relative).exists();
+    // The servers of disks have the same user, and no jail.
+    let host_root = file_id(Path::new("/"));
+    let is_in_jail = |process: &Path| {
+        let root = process.join("root");
+        file_id(&root) != host_root && root.join(relative).exists()
+    };
     let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = numbers.filter(|entry| entry.metadata().is_ok_and(|process| process.uid() == user));
     let numbers = numbers.filter(|entry| is_in_jail(&entry.path()));
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     Ok(numbers.filter_map(|number| Process::of(number).ok()).collect())
+}
+
+fn file_id(path: &Path) -> Option<(u64, u64)> {
+    fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
 }
 
 /// Returns what every QEMU needs: the programs of the host, `program` if it is elsewhere, and devices without content.
