@@ -123,7 +123,10 @@ fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
         if !are_drivers_loaded {
             are_drivers_loaded = true;
             for driver in DEVICE_DRIVERS {
-                run("modprobe", &[driver])?;
+                // The unit may load no module. Systemd and udev load them, maybe a moment later.
+                if let Err(e) = run("modprobe", &[driver]) {
+                    tracing::warn!("{e}");
+                }
             }
         }
         if Instant::now() > deadline {
