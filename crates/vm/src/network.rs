@@ -176,6 +176,20 @@ pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(
     Ok(())
 }
 
+/// Makes the missing network namespaces of a definition. A process in a mount namespace of its own must not do it: the
+/// host would not see them.
+///
+/// # Errors
+/// [`NetworkError::Ip`].
+pub fn make_namespaces(host: &Host, definition: &Definition) -> Result<(), NetworkError> {
+    for net in &definition.nets {
+        if let NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } = &net.backend {
+            make_namespace(host, netns)?;
+        }
+    }
+    Ok(())
+}
+
 /// Makes and connects the taps of a VM whose definition has passed [`check`].
 ///
 /// On success: the taps, at the descriptor numbers of the command line.

@@ -18,6 +18,8 @@ pub use target::SetupTarget;
 use super::HostError;
 use super::command::run;
 
+/// Unit that mounts the reserved RAM during a boot. [`RESUME_UNIT`] requires it.
+pub(super) const RAM_UNIT: &str = "rekindle-ram.service";
 /// Unit that suspends all guests at the end of a shutdown.
 pub(super) const SUSPEND_UNIT: &str = "rekindle-suspend.service";
 /// Unit that resumes all guests during a boot.
