@@ -154,4 +154,8 @@ class Setup:
 
     def environment(self, kind: type[AnyEnvironment], space: Workspace, **fields: Any) -> AnyEnvironment:  # noqa: ANN401
         """Makes an environment of a kind in a workspace. `fields`: those that the kind adds to `Environment`."""
-        return kind(self.root, Rekindle(self.binary, space.work / "run"), self.qemu, self.rows, space, **fields)
+        # The peers let the QEMUs of Rekindle's guests write files that are not of the VM.
+        config = space.work / "host.toml"
+        config.write_text("qemu_own_user = false\n")
+        rekindle = Rekindle(self.binary, space.work / "run", config)
+        return kind(self.root, rekindle, self.qemu, self.rows, space, **fields)
