@@ -86,8 +86,8 @@ pub enum QemuUserError {
     },
     /// The user cannot be permitted to use a file of the definition.
     #[error(
-        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or remove {name} \
-         from qemu_own_user in host.toml: its QEMU then runs as root",
+        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or list only \
+         other VMs in qemu_own_user in host.toml: the QEMU of {name} then runs as root",
         path.display()
     )]
     File {
