@@ -156,6 +156,6 @@ class Setup:
         """Makes an environment of a kind in a workspace. `fields`: those that the kind adds to `Environment`."""
         # The peers let the QEMUs of Rekindle's guests write files that are not of the VM.
         config = space.work / "host.toml"
-        config.write_text("qemu_own_user = false\n")
+        config.write_text('qemu_own_user = "off"\n')
         rekindle = Rekindle(self.binary, space.work / "run", config)
         return kind(self.root, rekindle, self.qemu, self.rows, space, **fields)

@@ -30,7 +30,6 @@ ExecStop=/usr/bin/env REKINDLE_FAULT={fault} /usr/bin/rekindle host suspend --pl
     # The fault must happen once only: systemd starts a failed resume again.
     "resume": """[Service]
 ExecStart=
-ExecStart=/usr/bin/rekindle host mount
 ExecStart=/bin/sh -c 'test -e /run/hit || {{ >/run/hit; export REKINDLE_FAULT={fault}; }}; exec rekindle host resume'
 """,
 }

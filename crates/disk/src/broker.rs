@@ -17,6 +17,7 @@ use rekindle_kernel::confinement::{Access, CapabilitySet, ConfinementError, Gran
 use rekindle_kernel::durable_file::LocalFile;
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::{Features, Userfault, UserfaultError, open_device};
 use rustix::fs::{MemfdFlags, OFlags, memfd_create};
 use rustix::net::sockopt::socket_peercred;
 use std::ffi::OsStr;
@@ -315,12 +316,23 @@ impl LogFiles for ServedFiles {
 pub struct FrontEndMemory {
     /// `None`: this process is not confined.
     broker: Option<Arc<DiskBroker>>,
+    /// The device of userfaultfds, which this process may be unable to open later.
+    userfault_device: Option<Arc<File>>,
 }
 
 impl FrontEndMemory {
+    /// *Needs:* this process is not confined yet.
     #[must_use]
     pub fn new(broker: Option<Arc<DiskBroker>>) -> Self {
-        Self { broker }
+        Self { broker, userfault_device: open_device().ok().map(Arc::new) }
+    }
+
+    /// Creates a userfaultfd for this process's own mapping of the memory.
+    ///
+    /// # Errors
+    /// As for [`Userfault::own`].
+    pub fn userfault(&self) -> Result<Userfault, UserfaultError> {
+        Userfault::own_by(self.userfault_device.as_deref(), Features::empty())
     }
 
     /// Returns the process that has connected.

@@ -1,10 +1,9 @@
 //! What the server of a disk may do itself after it has opened its files. Its [broker](crate::broker) does the rest.
 
 use rekindle_kernel::confinement::{Access, Calls, Confinement, Grant};
-use rekindle_kernel::userfault::remote::DEVICE;
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, lchown};
 use std::path::{Path, PathBuf};
 
 /// Returns the directory in which the servers of a VM exchange the lists of frames that they need. It is next to the
@@ -14,33 +13,51 @@ pub fn frames_directory(control: &Path) -> PathBuf {
     control.with_file_name("frames")
 }
 
-/// Creates the directory of the lists, in a run directory. Without it, a server retains no cache in memory that it
-/// shares with other servers.
-pub(crate) fn create_frames_directory(control: &Path) {
+/// Creates the directory of the lists, in a run directory, for a server that becomes `user`. Without it, a server retains no cache in
+/// memory that it shares with other servers.
+pub(crate) fn create_frames_directory(control: &Path, user: Option<u32>) {
     let directory = frames_directory(control);
-    let is_private = directory.parent().is_some_and(is_private);
-    if is_private
-        && let Err(e) = DirBuilder::new().mode(0o700).create(&directory)
-        && e.kind() != io::ErrorKind::AlreadyExists
-    {
+    // With a user of its own, the VM's QEMU may search the run directory.
+    let is_run_dir = directory.parent().is_some_and(|parent| is_private(parent, None, user.map_or(0, |_| 0o010)));
+    if !is_run_dir {
+        return;
+    }
+    let created = match DirBuilder::new().mode(0o700).create(&directory) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
+        _ => give_to(&directory, user),
+    };
+    if let Err(e) = created {
         tracing::warn!("{}: {e}", directory.display());
     }
 }
 
-/// Returns the confinement of the server with this control socket.
-#[must_use]
-pub fn of_server(control: &Path) -> Confinement {
-    let mut files = vec![Grant::new(DEVICE, Access::WriteFile)];
-    let frames = frames_directory(control);
-    if is_private(&frames) {
-        files.push(Grant::new(frames, Access::Directory));
+/// Gives the directory and its lists, which a server of root may have made, to the user.
+fn give_to(directory: &Path, user: Option<u32>) -> io::Result<()> {
+    // In a directory that is the user's already, an entry may be a hard link to the file of another user.
+    let Some(user) = user.filter(|user| fs::symlink_metadata(directory).is_ok_and(|found| found.uid() != *user)) else {
+        return Ok(());
+    };
+    for entry in fs::read_dir(directory)? {
+        lchown(entry?.path(), Some(user), Some(user))?;
     }
-    Confinement { files, calls: Calls::FILES | Calls::CONNECTIONS | Calls::RING | Calls::USERFAULTFD }
+    lchown(directory, Some(user), Some(user))
 }
 
-/// Returns whether only this user can use the directory, as a run directory. Others, such as `/tmp`, are not granted.
-fn is_private(directory: &Path) -> bool {
-    fs::symlink_metadata(directory).is_ok_and(|metadata| {
-        metadata.is_dir() && metadata.mode() & 0o077 == 0 && metadata.uid() == rustix::process::geteuid().as_raw()
-    })
+/// Returns the confinement of the server with this control socket, which becomes `user`.
+#[must_use]
+pub fn of_server(control: &Path, user: Option<u32>) -> Confinement {
+    let mut files = Vec::new();
+    let frames = frames_directory(control);
+    if is_private(&frames, user, 0) {
+        files.push(Grant::new(frames, Access::Directory));
+    }
+    Confinement { files, calls: Calls::FILES | Calls::CONNECTIONS | Calls::RING | Calls::USERFAULTFD, user }
+}
+
+/// Returns whether only `user`, or this user, can use the directory, except for the permissions `allowed` of others. Other
+/// directories, such as `/tmp`, are not granted.
+fn is_private(directory: &Path, user: Option<u32>, allowed: u32) -> bool {
+    let owner = user.unwrap_or(rustix::process::geteuid().as_raw());
+    fs::symlink_metadata(directory)
+        .is_ok_and(|metadata| metadata.is_dir() && metadata.mode() & 0o077 & !allowed == 0 && metadata.uid() == owner)
 }

@@ -179,9 +179,15 @@ fn carry_out(disk: &ServedDisk, command: ControlCommand) -> Result<Value, Refusa
         C::Status {} => to_json(status(disk)),
         C::SetLimits { bps, iops } => to_json(engine.ask(|to| Command::SetLimits(Limits { bps, iops }, to))),
         C::UpdateLength {} => to_json(engine.ask(Command::UpdateLength)),
-        C::KeepCache { claim } => to_json(engine.ask(|to| Command::Cache(CacheCommand::Keep(claim, to)))),
+        C::KeepCache { claim } => {
+            let claim = claim.map(|path| disk.frames_path(path));
+            to_json(engine.ask(|to| Command::Cache(CacheCommand::Keep(claim, to))))
+        }
         C::ReuseCache {} => to_json(engine.ask(|to| Command::Cache(CacheCommand::Reuse(to)))),
-        C::ShareCache { claims } => to_json(engine.ask(|to| Command::Cache(CacheCommand::Share(claims, to)))),
+        C::ShareCache { claims } => {
+            let claims = claims.into_iter().map(|path| disk.frames_path(path)).collect();
+            to_json(engine.ask(|to| Command::Cache(CacheCommand::Share(claims, to))))
+        }
         C::DropCache {} => to_json(engine.ask(|to| Command::Cache(CacheCommand::Drop(to)))),
         C::RecordPages { pid } => to_json(record_pages(engine, pid)),
         C::CollectPages {} => to_json(engine.ask(|to| Command::Pages(PageCommand::Collect(to)))),

@@ -13,7 +13,7 @@
 
 use crate::broker::FrontEndMemory;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::userfault::{Event, Features, Mode, Userfault, UserfaultError};
+use rekindle_kernel::userfault::{Event, Mode, Userfault, UserfaultError};
 use rekindle_pages::PAGE_SIZE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
@@ -53,7 +53,7 @@ impl MissingPages {
     /// Errors of `userfaultfd(2)`, also if it is unavailable. Access does not block then, so the memory must not be
     /// used.
     pub fn begin(mappings: Vec<DoubleMapping>, front_end: Process, memory: FrontEndMemory) -> io::Result<Self> {
-        let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
+        let faults = Arc::new(memory.userfault().map_err(io::Error::other)?);
         for mapping in &mappings {
             faults.register(mapping.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
         }
@@ -138,6 +138,7 @@ fn fetch_page(memory: &FrontEndMemory, front_end: Process, address: u64) {
 mod tests {
     use super::*;
     use crate::memory::{Memory, Region};
+    use rekindle_kernel::userfault::Features;
     use std::fs::File;
     use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -36,19 +36,35 @@ pub struct ServedDisk {
     pub engine: Handle,
     keeper: OnceLock<Arc<Keeper>>,
     pending: Mutex<Option<PendingDisk>>,
+    /// The directory of the lists of frames is the working directory of this process, which may be unable to search the directories
+    /// above it.
+    is_in_frames_directory: bool,
 }
 
 impl ServedDisk {
     /// Creates the state of a server that has its disk.
     #[must_use]
     pub fn new(engine: Handle, keeper: Arc<Keeper>) -> Self {
-        Self { engine, keeper: OnceLock::from(keeper), pending: Mutex::new(None) }
+        Self { engine, keeper: OnceLock::from(keeper), pending: Mutex::new(None), is_in_frames_directory: false }
+    }
+
+    /// Returns the same disk, of a process whose working directory is that of the lists of frames.
+    #[must_use]
+    pub fn in_frames_directory(self) -> Self {
+        Self { is_in_frames_directory: true, ..self }
+    }
+
+    /// Returns the path at which this process finds a list of frames.
+    #[must_use]
+    pub fn frames_path(&self, path: PathBuf) -> PathBuf {
+        let name = path.file_name().filter(|_| self.is_in_frames_directory).map(PathBuf::from);
+        name.unwrap_or(path)
     }
 
     /// Creates the state of a server that waits for its disk.
     #[must_use]
     pub fn awaited(engine: Handle, pending: PendingDisk) -> Self {
-        Self { engine, keeper: OnceLock::new(), pending: Mutex::new(Some(pending)) }
+        Self { engine, keeper: OnceLock::new(), pending: Mutex::new(Some(pending)), is_in_frames_directory: false }
     }
 
     /// Returns the keeper of the log.

@@ -3,7 +3,7 @@
 use crate::broker::{BrokeredFiles, DiskBroker, FrontEndMemory};
 use crate::channel;
 use crate::config::DiskConfig;
-use crate::confinement;
+use crate::confinement::{self, frames_directory};
 use crate::control;
 use crate::engine::command::{Command, ConnectionCommand, OpenDisk};
 use crate::engine::refusal::Refusal;
@@ -63,8 +63,9 @@ pub struct Service {
     pub image: PathBuf,
     pub mode: OpenMode,
     pub socket: PathBuf,
-    /// Group that may connect to `socket`, in addition to this user.
-    pub socket_group: Option<u32>,
+    /// The number of the user that the server becomes when it is confined, and of the group that may connect to `socket` in addition
+    /// to the user that has started it.
+    pub user: Option<u32>,
     /// Path of the control socket.
     pub control: PathBuf,
     pub redo: LogOptions,
@@ -95,8 +96,7 @@ impl Stopper {
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
 pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeError> {
-    let Service { image: path, mode, socket, socket_group, control, mut redo, settings, is_awaiting_epoch, confine } =
-        service;
+    let Service { image: path, mode, socket, user, control, mut redo, settings, is_awaiting_epoch, confine } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -119,13 +119,17 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
     let image = if is_awaiting_epoch { inspected } else { Image::open(&path, mode)? };
     let is_filling = Arc::clone(&settings.is_filling);
     let config = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
-    let (front_ends, control_clients) = (listen(&socket, socket_group)?, listen(&control, None)?);
+    let (front_ends, control_clients) = (listen(&socket, user)?, listen(&control, None)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
     let ring = engine::create_ring().map_err(failed)?;
-    confinement::create_frames_directory(&control);
+    let user = user.filter(|_| confine);
+    confinement::create_frames_directory(&control, user);
+    let mut is_in_frames = false;
     // The image and the sockets are open, and there are no other threads yet. The redo log is read afterwards.
     if confine {
-        confinement::of_server(&control).enter()?;
+        // As the VM's user, it may be unable to search the directories above.
+        is_in_frames = user.is_some() && std::env::set_current_dir(frames_directory(&control)).is_ok();
+        confinement::of_server(&control, user).enter()?;
         broker.iter().try_for_each(|broker| broker.end_process_with_it()).map_err(failed)?;
     }
     let (disk, engine_thread) = if is_awaiting_epoch {
@@ -139,7 +143,7 @@ pub fn serve(service: Service, ready: impl FnOnce(Stopper)) -> Result<(), ServeE
             engine::start(EngineDisk::Open(Box::new(disk)), settings, ring).map_err(failed)?;
         (ServedDisk::new(engine.clone(), opened_log.start(&engine)), engine_thread)
     };
-    let disk = Arc::new(disk);
+    let disk = Arc::new(if is_in_frames { disk.in_frames_directory() } else { disk });
     let engine = disk.engine.clone();
     accept(front_ends, move |number, stream| {
         // A process that has ended needs no memory.

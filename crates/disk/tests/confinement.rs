@@ -64,7 +64,7 @@ impl Host {
     }
 
     fn confine(&self) {
-        confinement::of_server(&self.own_file("disk-disk0.control")).enter().unwrap();
+        confinement::of_server(&self.own_file("disk-disk0.control"), None).enter().unwrap();
     }
 
     /// Runs a program in the place of the server of `own.raw`, which has opened its image.

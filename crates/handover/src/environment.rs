@@ -53,7 +53,7 @@ impl Environment for OwnRunDir<'_> {
         let copies = copies.map_err(|source| HandoverError::File { path: directory.0.clone(), source })?;
         match Vmm::spawn(&binary.path, &arguments, &directory, taps, next.jail.as_ref()) {
             Err(e @ VmmError::Spawn { .. }) => {
-                run_as_root.instead(rundir.name(), hardware, &e);
+                run_as_root.instead(rundir.name(), &directory, hardware, &e)?;
                 Ok(Vmm::spawn(&binary.path, &arguments, &directory, copies, None)?)
             }
             spawned => Ok(spawned?),

@@ -12,6 +12,7 @@
 //! itself apply ([`JailPath::permit`]).
 
 use crate::access_list::{self, READ, WRITE};
+use crate::users::become_user;
 use rustix::fs::{CWD, FileType, Mode, StatVfsMountFlags};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -263,23 +264,10 @@ impl Preparation {
                 Err(e) => return Err(e),
             }
         }
-        let (count, groups) = (self.groups.len(), self.groups.as_ptr());
-        // SAFETY: `groups` has `count` numbers. The calls of the C library would change all threads of a process, with
-        // locks; this process has one thread, and makes the system calls itself.
-        unsafe {
-            succeeded(libc::syscall(libc::SYS_setgroups, count, groups))?;
-            succeeded(libc::syscall(libc::SYS_setresgid, self.group, self.group, self.group))?;
-            succeeded(libc::syscall(libc::SYS_setresuid, self.user, self.user, self.user))?;
-        }
+        become_user(self.user, self.group, &self.groups)?;
         let none = CapabilitySet::empty();
         set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
     }
-}
-
-/// Returns the error of a system call.
-fn succeeded(result: libc::c_long) -> rustix::io::Result<()> {
-    // SAFETY: the address of this thread's error number is valid.
-    if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
 impl Bind {

@@ -6,7 +6,7 @@
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, getsid, pidfd_open, pidfd_send_signal};
 use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
@@ -64,6 +64,27 @@ impl Process {
             Ok((_, started)) if started == self.started => Ok(fd),
             _ => Err(self.gone()),
         }
+    }
+
+    /// Returns the other processes of the session that this process leads: those that it has started, and those that they have
+    /// started, which made no session of their own.
+    ///
+    /// # Errors
+    /// Errors of reading `/proc`.
+    pub fn session(&self) -> io::Result<Vec<Self>> {
+        let mut processes = Vec::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+            let session = i32::try_from(pid).ok().and_then(Pid::from_raw).map(|pid| getsid(Some(pid)));
+            let is_in_session = session.is_some_and(|leader| {
+                leader.is_ok_and(|leader| u32::try_from(leader.as_raw_nonzero().get()) == Ok(self.pid))
+            });
+            if is_in_session && pid != self.pid {
+                // A process that has just ended is none.
+                processes.extend(Self::of(pid));
+            }
+        }
+        Ok(processes)
     }
 
     /// Sends `SIGTERM`. A process that has ended already is no error.
@@ -264,6 +285,20 @@ mod tests {
         child.wait().unwrap();
         process.kill().unwrap();
         assert!(process.pidfd().is_err());
+    }
+
+    #[test]
+    fn a_session_has_the_children_of_its_leader() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(std::process::Stdio::piped());
+        let mut leader = crate::spawn::detach(&mut command).spawn().unwrap();
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut io::BufReader::new(leader.stdout.take().unwrap()), &mut line).unwrap();
+        let child = Process::of(line.trim().parse().unwrap()).unwrap();
+        let session = Process::of(leader.id()).unwrap().session().unwrap();
+        child.kill().unwrap();
+        leader.wait().unwrap();
+        assert_eq!(session, [child]);
     }
 
     #[test]

@@ -1,6 +1,8 @@
-//! Numbers of users and groups of the host.
+//! Users of the host: which numbers are in use, and becoming another one.
 
 use nix::unistd::{Gid, Group, Uid, User};
+use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 use std::fs;
 use std::path::Path;
 
@@ -24,6 +26,47 @@ fn is_in_ranges(file: &Path, number: u32) -> bool {
         Some((fields.next()?.trim().parse::<u64>().ok()?, fields.next()?.trim().parse::<u64>().ok()?))
     });
     ranges.any(|(first, count)| (first..first.saturating_add(count)).contains(&number.into()))
+}
+
+/// Returns whether this process can start processes as the user and group with this number: in a user namespace, only some numbers
+/// exist.
+#[must_use]
+pub fn can_become(number: u32) -> bool {
+    let needed = CapabilitySet::SETUID | CapabilitySet::SETGID;
+    let has_right = capabilities(None).is_ok_and(|sets| sets.effective.contains(needed));
+    has_right && ["uid_map", "gid_map"].iter().all(|file| is_mapped(&format!("/proc/self/{file}"), number))
+}
+
+/// Searches the lines `FIRST OUTSIDE COUNT` of a file.
+fn is_mapped(file: &str, number: u32) -> bool {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    text.lines().any(|line| {
+        let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+        matches!(numbers[..], [first, _, count] if (first..first.saturating_add(count)).contains(&number.into()))
+    })
+}
+
+/// Makes the calling thread, which must be root, the given user. It loses its capabilities, unless the thread keeps them
+/// (`PR_SET_KEEPCAPS`).
+///
+/// Makes system calls only, so that it can be used after a fork. The calls of the C library would change all threads of the
+/// process, with locks; *needs:* a process with one thread.
+///
+/// # Errors
+/// Errors of `setgroups(2)`, `setresgid(2)`, `setresuid(2)`. The groups may have changed.
+pub(crate) fn become_user(user: u32, group: u32, groups: &[u32]) -> rustix::io::Result<()> {
+    // SAFETY: `groups` has `len` numbers.
+    unsafe {
+        succeeded(libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()))?;
+        succeeded(libc::syscall(libc::SYS_setresgid, group, group, group))?;
+        succeeded(libc::syscall(libc::SYS_setresuid, user, user, user))
+    }
+}
+
+/// Returns the error of a system call.
+fn succeeded(result: libc::c_long) -> rustix::io::Result<()> {
+    // SAFETY: the address of this thread's error number is valid.
+    if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
 #[cfg(test)]

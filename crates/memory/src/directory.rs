@@ -12,14 +12,15 @@ pub use replace::PreviousRam;
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, fallocate, flock,
-    fstatfs, open, statfs, statx,
+    AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, fallocate, flock,
+    fstatfs, open, openat, statfs, statx,
 };
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use std::ffi::CString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -90,6 +91,13 @@ pub enum RamError {
     /// A RAM file of that name exists.
     #[error("RAM file {} exists: a VM of that name runs, or an operation was interrupted; run `rekindle recover`", path.display())]
     Exists { path: PathBuf },
+    /// The directory is on DAX, where Linux cannot wait for single pages.
+    #[error(
+        "RAM directory {}: it is on DAX, where a restore cannot load the guest's memory; name a directory on tmpfs or hugetlbfs as \
+         `ram.dir`, or leave it out (restore --definition FILE)",
+        path.display()
+    )]
+    Direct { path: PathBuf },
 }
 
 fn mib(bytes: u64) -> String {
@@ -169,6 +177,21 @@ impl RamDirectory {
 
     fn failed(&self, source: io::Error) -> RamError {
         RamError::Directory { path: self.path.clone(), source }
+    }
+
+    /// Returns whether files in this directory are on DAX, so that mapping one maps the storage itself.
+    ///
+    /// # Errors
+    /// [`RamError::Directory`] when no file can be made there.
+    pub fn is_direct(&self) -> Result<bool, RamError> {
+        // Only files have the attribute.
+        let file = openat(CWD, &self.path, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR);
+        match file {
+            // Not a file system of RAM files on DAX: those have unnamed files.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => Ok(false),
+            Err(e) => Err(self.failed(e.into())),
+            Ok(file) => has_direct_attribute(&file).map_err(|e| self.failed(e)),
+        }
     }
 
     fn is_on_hugetlbfs(&self) -> Result<bool, RamError> {
@@ -428,8 +451,11 @@ pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
 /// # Errors
 /// Errors of opening `path` and of `statx(2)`.
 pub fn is_direct(path: &Path) -> io::Result<bool> {
-    let file = File::open(path)?;
-    let known = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+    has_direct_attribute(&File::open(path)?)
+}
+
+fn has_direct_attribute(file: impl AsFd) -> io::Result<bool> {
+    let known = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
     Ok(known.stx_attributes.contains(StatxAttributes::DAX))
 }
 

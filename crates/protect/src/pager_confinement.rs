@@ -55,7 +55,7 @@ pub(crate) fn confinement(fill: &Fill) -> Confinement {
         named_files.chain(fill.connection_files()).for_each(|path| read(&path));
         resolver_files().iter().for_each(|path| read(path));
     }
-    Confinement { files, calls }
+    Confinement { files, calls, user: None }
 }
 
 /// The files and directories that a confined process may use, as they were when it was confined, and the files with secrets that
@@ -137,8 +137,8 @@ mod tests {
         let [file, new] = ["cert", "new"].map(|name| root.path().join(name));
         fs::write(&file, "1").unwrap();
         let files = vec![Grant::new(&file, Access::Read), Grant::new(root.path().join("none"), Access::Read)];
-        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES }, Vec::new());
-        let nothing = Confinement { files: Vec::new(), calls: Calls::FILES };
+        let granted = GrantedFiles::of(&Confinement { files, calls: Calls::FILES, user: None }, Vec::new());
+        let nothing = Confinement { files: Vec::new(), calls: Calls::FILES, user: None };
         let read = GrantedFiles::of(&nothing, versions(vec![file.clone()]));
         assert!(!read.is_any_replaced());
         fs::write(&file, "2").unwrap();

@@ -2,7 +2,9 @@
 //!
 //! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set. But a process that has the device
 //! open may make one with it. Therefore a QEMU of another user is handed a descriptor of the device for as long as it
-//! needs it.
+//! needs it. So is a QEMU of root, if this process has a system call filter, as the processes of a systemd unit may have:
+//! such a process cannot suspend the filter of QEMU, and makes it only the calls that every process makes
+//! ([`rekindle_kernel::inject`]), of which `userfaultfd(2)` is none.
 
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::descriptor;
@@ -23,7 +25,7 @@ const FD_NAME: &str = "rekindle-userfaultfd";
 /// # Errors
 /// When QEMU does not answer or rejects the descriptor.
 pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> {
-    if is_of_root(process) {
+    if is_of_root(process) && !is_filtered() {
         return Ok(None);
     }
     if let Ok(descriptor @ Some(_)) = device_in(process) {
@@ -57,6 +59,12 @@ fn is_of_root(process: Process) -> bool {
     let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
     let effective_uid = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
     effective_uid == Some("0")
+}
+
+/// Returns whether this process has a system call filter.
+fn is_filtered() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status.lines().find_map(|line| line.strip_prefix("Seccomp:")).is_some_and(|mode| mode.trim() != "0")
 }
 
 /// Makes QEMU close the descriptor of [`hand`]. It is no error if QEMU does not have it.

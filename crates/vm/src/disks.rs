@@ -29,6 +29,7 @@ pub(crate) use server::ask;
 pub use server::{control_socket, server, servers};
 
 use crate::lock::ServersLock;
+use crate::qemu_user;
 use crate::rundir::RunDir;
 use rekindle_disk::control::ControlCommand;
 use rekindle_disk::keeper::EpochId;
@@ -118,10 +119,11 @@ fn lock_servers(rundir: &RunDir) -> Result<Option<ServersLock>, DisksError> {
 fn start_locked(rundir: &RunDir, hardware: &Hardware, version: DiskVersion<'_>) -> Result<usize, DisksError> {
     // A server that died while a restore fills must wait for missing pages too.
     let is_filling = matches!(version, DiskVersion::Checkpoint(_)) || rundir.fill().exists();
+    let user = qemu_user::of_helpers(rundir.name(), hardware)?;
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
         refuse_silent(rundir, disk)?;
-        let mut command = server_command(rundir, disk, hardware.vcpus)?;
+        let mut command = server_command(rundir, disk, hardware.vcpus, user)?;
         add_version(&mut command, rundir, disk, version)?;
         if is_filling {
             command.arg("--filling");

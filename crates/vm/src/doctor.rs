@@ -123,22 +123,50 @@ fn check_sandboxes(binary: &Path) -> Finding {
     finding(CHECK, Level::Limited, observation, hint)
 }
 
-/// Checks that no QEMU of root's VMs runs as root.
+/// Checks that no QEMU of root's VMs, and no server of their disks, runs as root.
 fn check_users() -> Finding {
     const CHECK: &str = "QEMU's users";
     if !rustix::process::geteuid().is_root() {
         return finding(CHECK, Level::Good, "QEMUs run as this user, which is not root", "");
     }
-    match qemus_of_root() {
+    let of_root = qemus_of_root().and_then(|qemus| Ok((qemus, disk_servers_of_root()?)));
+    match of_root {
         Err(e) => finding(CHECK, Level::Limited, format!("cannot list the VMs: {e}"), "repair what the error names"),
-        Ok(of_root) if of_root.is_empty() => finding(CHECK, Level::Good, "no QEMU of Rekindle's VMs runs as root", ""),
-        Ok(of_root) => {
-            let observation = format!("QEMU runs as root: {}", of_root.join("; "));
-            let hint = "without a reason: check qemu_own_user in host.toml, then run: rekindle reboot vmm NAME; otherwise see \
+        Ok((qemus, servers)) if qemus.is_empty() && servers.is_empty() => {
+            finding(CHECK, Level::Good, "no QEMU of Rekindle's VMs and no server of their disks runs as root", "")
+        }
+        Ok((qemus, servers)) if qemus.is_empty() => {
+            let observation =
+                format!("the server of a disk runs as root, its VM's QEMU does not: {}", servers.join("; "));
+            finding(
+                CHECK,
+                Level::Limited,
+                observation,
+                "end the servers: rekindle watch starts others as the user of the VM",
+            )
+        }
+        Ok((qemus, _)) => {
+            let observation = format!("QEMU runs as root: {}", qemus.join("; "));
+            let hint = "without a reason: check host.toml (qemu_own_user, qemu_as_root), then run: rekindle reboot vmm NAME; otherwise see \
                         The user of a VM in docs/run-directory.md";
             finding(CHECK, Level::Limited, observation, hint)
         }
     }
+}
+
+/// Describes the servers of disks that run as root although the QEMU of their VM has another user.
+fn disk_servers_of_root() -> Result<Vec<String>, Box<dyn std::error::Error>> {
+    let root = Host::open()?.root;
+    let mut found = Vec::new();
+    for name in qemus_with(|qemu| qemu.owner().is_ok_and(|owner| !owner.user.is_root()))? {
+        let rundir = RunDir::new(&root, &name);
+        let servers = helpers::needed(&rundir)?.into_iter().filter(|helper| matches!(helper, Helper::Disk(_)));
+        // A server that has just ended has no rights.
+        let rights = |helper: &Helper| helper.process(&rundir).and_then(|process| Rights::of(process).ok());
+        let of_root = servers.filter(|helper| rights(helper).is_some_and(|rights| rights.is_root));
+        found.extend(of_root.map(|helper| format!("{helper} of {name}")));
+    }
+    Ok(found)
 }
 
 /// Returns the names of the VMs whose QEMU was started by Rekindle and runs as root, each with what prevents another user.

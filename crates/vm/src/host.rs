@@ -59,29 +59,38 @@ struct Config {
     log_limit: Option<Bytes>,
     confine_helpers: Option<bool>,
     #[serde(default)]
-    qemu_own_user: OwnUsers,
+    qemu_own_user: OwnUserSetting,
+    #[serde(default)]
+    qemu_as_root: Vec<String>,
     #[serde(default)]
     restore: RestoreConfig,
 }
 
-/// `qemu_own_user` in `host.toml`.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(untagged, expecting = "qemu_own_user must be true, false or a list of VM names")]
-enum OwnUsers {
-    All(bool),
-    Listed(Vec<String>),
-    #[default]
-    #[serde(skip)]
-    WherePossible,
+/// `qemu_own_user` in `host.toml`. An enum of its own for the text of its error.
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "qemu_own_user must be \"where-possible\", \"required\" or \"off\"; single VMs can be named in qemu_as_root"
+)]
+enum OwnUserSetting {
+    Known(OwnUser),
 }
 
-/// Whether the QEMU of a VM runs as a user of its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+impl Default for OwnUserSetting {
+    fn default() -> Self {
+        Self::Known(OwnUser::default())
+    }
+}
+
+/// Whether the QEMU of a VM of root runs as a user of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OwnUser {
-    /// As the user that starts it.
-    No,
+    /// As root.
+    Off,
     /// If the VM has nothing that prevents it.
-    IfPossible,
+    #[default]
+    WherePossible,
     /// It must.
     Required,
 }
@@ -108,7 +117,9 @@ pub struct Host {
     known_stores: PathBuf,
     /// Directory of the users of VMs; `None` if this user is not root.
     qemu_users: Option<PathBuf>,
-    own_users: OwnUsers,
+    own_user: OwnUser,
+    /// Names of VMs whose QEMU runs as root.
+    as_root: Vec<String>,
     ram: RamLocation,
 }
 
@@ -183,6 +194,7 @@ impl Host {
             Some(default) if *default != root => root.join(format!(".{name}")),
             _ => disk_dir.join(name),
         };
+        let OwnUserSetting::Known(own_user) = config.qemu_own_user;
         let (run_machines, known_stores) = (kept("machines"), kept("stores"));
         let qemu_users = is_root.then(|| kept("users"));
         Ok(Self {
@@ -195,7 +207,8 @@ impl Host {
             run_machines,
             known_stores,
             qemu_users,
-            own_users: config.qemu_own_user,
+            own_user,
+            as_root: config.qemu_as_root,
             ram,
         })
     }
@@ -215,7 +228,8 @@ impl Host {
             run_machines: directory(".machines"),
             known_stores: directory(".stores"),
             qemu_users: None,
-            own_users: OwnUsers::default(),
+            own_user: OwnUser::default(),
+            as_root: Vec::new(),
             ram: RamLocation::Named(directory(".ram")),
         }
     }
@@ -245,6 +259,30 @@ impl Host {
                 RamDirectory::at(path)
             }
         }
+    }
+
+    /// Returns the RAM directory of a VM whose memory is loaded from a checkpoint while it runs: as [`Host::ram_directory`], but a
+    /// tmpfs if that is this host's directory and on DAX, where Linux cannot wait for single pages.
+    ///
+    /// # Errors
+    /// As for [`Host::ram_directory`]; [`RamError::Direct`] if the definition names a directory on DAX.
+    pub fn fillable_ram_directory(&self, definition: &Definition) -> Result<RamDirectory, RamError> {
+        let directory = self.ram_directory(definition)?;
+        if !directory.is_direct()? {
+            return Ok(directory);
+        }
+        if let Some(path) = &definition.ram.dir {
+            return Err(RamError::Direct { path: path.clone() });
+        }
+        tracing::warn!(
+            "VM {}: its RAM is on a tmpfs, not in the reserved RAM: it will not outlive a kernel unless the VM is booted again",
+            definition.name
+        );
+        RamDirectory::own_tmpfs(&self.own_tmpfs(), default_ram_size())
+    }
+
+    fn own_tmpfs(&self) -> PathBuf {
+        self.root.join(".ram")
     }
 
     /// Returns the directory that `ram_dir` in `host.toml` names, if it names one.
@@ -279,12 +317,7 @@ impl Host {
     /// Returns whether the next QEMU of the VM `name` is to run as a user of its own.
     #[must_use]
     pub fn own_user(&self, name: &str) -> OwnUser {
-        match &self.own_users {
-            OwnUsers::WherePossible => OwnUser::IfPossible,
-            OwnUsers::All(true) => OwnUser::Required,
-            OwnUsers::Listed(names) if names.iter().any(|listed| listed == name) => OwnUser::Required,
-            OwnUsers::All(false) | OwnUsers::Listed(_) => OwnUser::No,
-        }
+        if self.as_root.iter().any(|listed| listed == name) { OwnUser::Off } else { self.own_user }
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.
@@ -295,9 +328,7 @@ impl Host {
 
     /// Unmounts Rekindle's own tmpfs if it has no guest's RAM any more. It is no error if it is in use.
     pub fn release_ram(&self) {
-        if let RamLocation::OwnTmpfs { path, .. } = &self.ram {
-            RamDirectory::release_own_tmpfs(path);
-        }
+        RamDirectory::release_own_tmpfs(&self.own_tmpfs());
     }
 }
 

@@ -64,6 +64,15 @@ pub enum NetworkError {
         /// Error output of `ip`.
         message: String,
     },
+    /// A network namespace would exist in this process's mount namespace only.
+    #[error(
+        "network namespace {namespace} does not exist, and cannot be made in a systemd unit with mounts of its own; make it on the \
+         host: rekindle host mount, or: ip netns add {namespace}"
+    )]
+    HiddenNamespace {
+        /// Name of the namespace.
+        namespace: String,
+    },
     /// A tap cannot be opened, duplicated or removed.
     #[error("cannot open tap {ifname}; if another VM or program uses it, name another `ifname`")]
     Tap {
@@ -171,6 +180,19 @@ pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(
                 return Err(NetworkError::NoBridge { id: net.id.clone(), bridge: bridge.clone(), exists: false });
             }
             thread::sleep(BRIDGE_POLL_INTERVAL);
+        }
+    }
+    Ok(())
+}
+
+/// Makes the missing network namespaces of a definition.
+///
+/// # Errors
+/// [`NetworkError::Ip`], [`NetworkError::HiddenNamespace`].
+pub fn make_namespaces(host: &Host, definition: &Definition) -> Result<(), NetworkError> {
+    for net in &definition.nets {
+        if let NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } = &net.backend {
+            make_namespace(host, netns)?;
         }
     }
     Ok(())
@@ -354,6 +376,9 @@ fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
     let failed = |e: io::Error| NetworkError::Ip { command: format!("netns add {namespace}"), message: e.to_string() };
     if netns::path(namespace).exists() {
         return Ok(());
+    }
+    if netns::would_be_hidden().map_err(failed)? {
+        return Err(NetworkError::HiddenNamespace { namespace: namespace.to_owned() });
     }
     let marker = marker(host, namespace);
     fs::create_dir_all(marker.parent().unwrap_or(&host.root)).map_err(failed)?;

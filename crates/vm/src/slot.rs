@@ -130,9 +130,9 @@ impl<'a> IdleSlot<'a> {
         }
     }
 
-    /// Runs all checks that can reject the VM of `definition` on this host. Nothing is made. `fit` may reject the
-    /// resulting hardware, or change it for a guest that exists already. `epochs` are those of the checkpoint to
-    /// restore; the newest version of all other disks is used.
+    /// Runs all checks that can reject the VM of `definition`, whose memory will be loaded from a checkpoint, on this host. Nothing is
+    /// made. `fit` may reject the resulting hardware, or change it for a guest that exists already. `epochs` are those of the
+    /// checkpoint to restore; the newest version of all other disks is used.
     ///
     /// # Errors
     /// [`LifeError`]: the definition requires something that this host or this QEMU does not have.
@@ -143,11 +143,22 @@ impl<'a> IdleSlot<'a> {
         epochs: &Epochs,
         fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Plan, LifeError> {
+        let ram = self.host.fillable_ram_directory(&definition)?;
+        self.plan_with(definition, qemu, ram, epochs, fit)
+    }
+
+    fn plan_with(
+        &self,
+        definition: Definition,
+        qemu: Option<&Path>,
+        ram: RamDirectory,
+        epochs: &Epochs,
+        fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
+    ) -> Result<Plan, LifeError> {
         let name = definition.name.to_string();
         let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
         let binary_cache = self.host.binaries();
         let binary = Binary::probe_cached(qemu.unwrap_or(&definition.qemu), &binary_cache)?;
-        let ram = self.host.ram_directory(&definition)?;
         check_memory(&definition, &ram)?;
         let ram_file = ram.file(&unique_name(&self.rundir));
         let mut hardware = hardware::pin(&definition, &binary, ram_file).map_err(|problem| unfit(vec![problem]))?;
@@ -236,7 +247,11 @@ impl<'a> VmSlot<'a> {
         if let Some((state, _)) = idle_slot.prepared() {
             state.refuse_prepared()?;
         }
-        match idle_slot.plan(definition, qemu, &Epochs::new(), fit) {
+        let planned = host
+            .ram_directory(&definition)
+            .map_err(LifeError::from)
+            .and_then(|ram| idle_slot.plan_with(definition, qemu, ram, &Epochs::new(), fit));
+        match planned {
             Ok(plan) => idle_slot.into_slot(plan),
             Err(e) => {
                 idle_slot.release();

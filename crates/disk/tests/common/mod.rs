@@ -82,7 +82,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         image: image.to_owned(),
         mode,
         socket: directory.join("disk.sock"),
-        socket_group: None,
+        user: None,
         control: directory.join("disk.control"),
         redo: log_options(DiskVersion::Newest),
         settings,

@@ -188,7 +188,7 @@ impl Disk {
             image: image.clone(),
             mode: OpenMode { readonly: false, direct: false },
             socket: directory.join("disk.sock"),
-            socket_group: None,
+            user: None,
             control: directory.join("disk.control"),
             redo,
             settings,

@@ -225,7 +225,7 @@ fn serve(connections: &[OwnedFd], kept: CapabilitySet, answer: &(impl Fn(Request
     let kept_descriptors: Vec<RawFd> = connections.iter().map(AsRawFd::as_raw_fd).collect();
     show_as("rekindle broker");
     raise_descriptor_limit();
-    if close_others(&kept_descriptors).is_err() || capabilities::reduce_to(kept).is_err() {
+    if close_others(&kept_descriptors).is_err() || capabilities::reduce_to(kept, None).is_err() {
         exit(1);
     }
     thread::scope(|scope| {

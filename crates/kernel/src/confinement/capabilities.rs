@@ -1,12 +1,14 @@
 //! Dropping the capabilities of root.
 
 use super::files::Grant;
+use crate::users::become_user;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 pub use rustix::thread::CapabilitySet;
 use rustix::thread::{
     CapabilitySets, capabilities, clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
-    set_no_new_privs,
+    set_keep_capabilities, set_no_new_privs,
 };
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -56,11 +58,14 @@ fn is_denied(grant: &Grant) -> bool {
     accessat(CWD, &grant.path, wanted, AtFlags::empty()) == Err(Errno::ACCESS)
 }
 
-/// Reduces the capabilities of the calling thread, and what it could gain by a program, to those of `kept` that it has.
+/// Reduces the capabilities of the calling thread, and what it could gain by a program, to those of `kept` that it has. With a
+/// `user`, makes it this user, and the group of the same number; *needs:* root, one thread.
+///
+/// No other process of this user can trace it or read its memory (`PR_SET_DUMPABLE`).
 ///
 /// # Errors
-/// Errors of `capset(2)` and `prctl(2)`.
-pub(super) fn reduce_to(kept: CapabilitySet) -> io::Result<()> {
+/// Errors of `capset(2)`, `prctl(2)`, `setresuid(2)`.
+pub(super) fn reduce_to(kept: CapabilitySet, user: Option<u32>) -> io::Result<()> {
     set_no_new_privs(true)?;
     clear_ambient_capability_set()?;
     for capability in CapabilitySet::all().iter() {
@@ -72,6 +77,11 @@ pub(super) fn reduce_to(kept: CapabilitySet) -> io::Result<()> {
         }
     }
     let kept = kept & capabilities(None)?.permitted;
+    if let Some(user) = user {
+        set_keep_capabilities(!kept.is_empty())?;
+        become_user(user, user, &[])?;
+        set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    }
     let none = CapabilitySet::empty();
     Ok(set_capabilities(None, CapabilitySets { effective: kept, permitted: kept, inheritable: none })?)
 }

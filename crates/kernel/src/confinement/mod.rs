@@ -66,6 +66,8 @@ pub struct Confinement {
     pub files: Vec<Grant>,
     /// The system calls that it may make in addition to those of each process.
     pub calls: Calls,
+    /// The user that it becomes, which must have access to the files. `None`: it stays the user that has started it.
+    pub user: Option<u32>,
 }
 
 impl Confinement {
@@ -78,7 +80,7 @@ impl Confinement {
     /// [`ConfinementError`].
     pub fn enter(&self) -> Result<(), ConfinementError> {
         check_single_thread()?;
-        let mut kept = capabilities_for(&self.files);
+        let mut kept = if self.user.is_some() { CapabilitySet::empty() } else { capabilities_for(&self.files) };
         if !kept.is_empty() {
             tracing::warn!("keeps {kept:?}: a file that it uses belongs to another user; chown the files to remove it");
         }
@@ -87,7 +89,7 @@ impl Confinement {
             kept |= CapabilitySet::SYS_PTRACE;
         }
         files::restrict(self)?;
-        capabilities::reduce_to(kept)
+        capabilities::reduce_to(kept, self.user)
             .map_err(|source| ConfinementError::Io { doing: "dropping its capabilities", source })?;
         system_calls::install(self.calls)
     }

@@ -15,6 +15,8 @@ pub struct Rights {
     pub capabilities: u64,
     /// Number of threads.
     pub threads: usize,
+    /// One of the threads has user 0 as its real, effective, saved or file system user.
+    pub is_root: bool,
 }
 
 impl Rights {
@@ -23,7 +25,7 @@ impl Rights {
     /// # Errors
     /// `NotFound` if the process has ended.
     pub fn of(process: Process) -> io::Result<Self> {
-        let mut rights = Self { has_filter: true, has_no_new_privs: true, capabilities: 0, threads: 0 };
+        let mut rights = Self { has_filter: true, has_no_new_privs: true, capabilities: 0, threads: 0, is_root: false };
         for thread in fs::read_dir(format!("/proc/{}/task", process.pid))? {
             let path = thread?.path();
             match fs::read_to_string(path.join("status")) {
@@ -45,6 +47,7 @@ impl Rights {
         self.has_filter &= field("Seccomp:") == Some(FILTER);
         self.has_no_new_privs &= field("NoNewPrivs:") == Some("1");
         self.capabilities |= capabilities("CapEff:") | capabilities("CapPrm:");
+        self.is_root |= field("Uid:").is_none_or(|users| users.split_whitespace().any(|user| user == "0"));
         self.threads += 1;
     }
 
@@ -71,8 +74,10 @@ mod tests {
 
     #[test]
     fn the_least_confined_thread_counts() {
-        let confined = "CapPrm:\t0000000000000000\nCapEff:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\n";
-        let mut rights = Rights { has_filter: true, has_no_new_privs: true, capabilities: 0, threads: 0 };
+        let confined = "CapPrm:\t0000000000000000\nCapEff:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\n\
+                        Uid:\t1000\t1000\t1000\t1000\n";
+        let mut rights =
+            Rights { has_filter: true, has_no_new_privs: true, capabilities: 0, threads: 0, is_root: false };
         rights.add(confined);
         assert_eq!(rights.describe_missing(), None);
         rights.add(&confined.replace("Seccomp:\t2", "Seccomp:\t0"));

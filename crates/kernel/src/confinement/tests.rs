@@ -9,7 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 fn confinement(directory: &Path, calls: Calls) -> Confinement {
-    Confinement { files: vec![Grant::new(directory, Access::Directory)], calls }
+    Confinement { files: vec![Grant::new(directory, Access::Directory)], calls, user: None }
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn without_the_system_call_filter_landlock_and_capabilities_still_deny() {
     let parent = std::process::id();
     let restrict = || {
         super::files::restrict(&confinement(own.path(), Calls::empty())).unwrap();
-        super::capabilities::reduce_to(CapabilitySet::empty()).unwrap();
+        super::capabilities::reduce_to(CapabilitySet::empty(), None).unwrap();
     };
     for attempt in [
         Attempt::Read(other.path().join("image")),
@@ -133,7 +133,7 @@ fn a_broker_answers_a_confined_process_and_ends_with_it() {
         };
         let broker = Broker::start(2, CapabilitySet::empty(), answer).unwrap();
         let sent = std::fs::File::open(own.path().join("sent")).unwrap();
-        Confinement { files: Vec::new(), calls: Calls::FILES }.enter().unwrap();
+        Confinement { files: Vec::new(), calls: Calls::FILES, user: None }.enter().unwrap();
         let answer = broker.ask([21, 0, 0, 0], "asked".as_ref(), Some(sent.as_fd())).unwrap();
         assert_eq!(answer.number, 42);
         let received = io::read_to_string(std::fs::File::from(answer.descriptor.unwrap())).unwrap();
@@ -164,4 +164,62 @@ fn a_broker_runs_until_its_last_connection_is_closed() {
         assert_eq!(broker.ask_number([0; 4]).unwrap(), pid);
     });
     assert_eq!(outcome, Outcome::Done);
+}
+
+#[test]
+fn a_process_that_becomes_another_user_has_the_files_of_that_user_only() {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root");
+    const USER: u32 = 2_147_000_001;
+    let directory = tempfile::tempdir().unwrap();
+    let [of_root, of_user] = ["root", "user"].map(|name| directory.path().join(name));
+    for (path, owner) in [(&of_root, 0), (&of_user, USER)] {
+        std::fs::create_dir(path).unwrap();
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        std::os::unix::fs::chown(path, Some(owner), Some(owner)).unwrap();
+    }
+    std::fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
+    let enter = || {
+        let confinement = confinement(directory.path(), Calls::FILES);
+        Confinement { user: Some(USER), ..confinement }.enter().unwrap();
+    };
+    assert_eq!(run(&Attempt::Create(of_user.join("file")), enter), Outcome::Done);
+    assert_ne!(run(&Attempt::Create(of_root.join("file")), enter), Outcome::Done);
+    let made = of_user.join("file").metadata().unwrap();
+    assert_eq!(std::os::unix::fs::MetadataExt::uid(&made), USER);
+}
+
+#[test]
+fn a_process_that_becomes_another_user_cannot_be_traced_by_that_user() {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root");
+    const USER: u32 = 2_147_000_002;
+    let as_user = || crate::users::become_user(USER, USER, &[]).unwrap();
+    let traced = |become_target: &dyn Fn()| {
+        let (ready, signal) = rustix::pipe::pipe().unwrap();
+        // SAFETY: the child makes system calls only.
+        match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Child => {
+                become_target();
+                let _ = rustix::io::write(&signal, &[1]);
+                loop {
+                    nix::unistd::pause();
+                }
+            }
+            nix::unistd::ForkResult::Parent { child } => {
+                rustix::io::read(&ready, &mut [0]).unwrap();
+                let outcome = run(&Attempt::Trace(child.as_raw() as u32), as_user);
+                nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL).unwrap();
+                nix::sys::wait::waitpid(child, None).unwrap();
+                outcome
+            }
+        }
+    };
+    let confined = traced(&|| super::capabilities::reduce_to(CapabilitySet::empty(), Some(USER)).unwrap());
+    assert_eq!(confined, Outcome::Failed(libc::EPERM));
+    let ordinary = traced(&|| {
+        as_user();
+        rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::Dumpable).unwrap();
+        // For kernels with kernel.yama.ptrace_scope = 1.
+        let _ = rustix::process::set_ptracer(rustix::process::PTracer::Any);
+    });
+    assert_eq!(ordinary, Outcome::Done);
 }

@@ -46,7 +46,7 @@ pub enum InjectError {
     /// A seccomp filter might kill the process for the call.
     #[error(
         "process {pid} has a seccomp filter that might end it for `{call}`, and the filter cannot be suspended: run as \
-         root on a kernel with CONFIG_CHECKPOINT_RESTORE"
+         root, not in a unit or container with a filter of its own, on a kernel with CONFIG_CHECKPOINT_RESTORE"
     )]
     Filtered {
         /// Number of the process.

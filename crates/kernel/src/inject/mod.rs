@@ -14,7 +14,7 @@
 //! | in a system call | the kernel restarts it. A time-out continues with the time that remains: `restart_block` is unchanged, since an injected call never waits |
 //! | in a call that Linux does not restart (`epoll_wait`, `semop`, ...: signal(7)) | its `EINTR` is replaced by `ERESTARTNOHAND`, with which the kernel restarts it unless a signal handler runs. Its time-out starts again, so such a thread is chosen last |
 //! | stopped by `SIGSTOP` | it makes the call and is stopped again when the injection returns |
-//! | with a seccomp filter, which may kill it for the call | the filter is suspended where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`); otherwise only calls that every process makes are injected |
+//! | with a seccomp filter, which may kill it for the call | the filter is suspended where the kernel permits that (root without a filter of its own, `CONFIG_CHECKPOINT_RESTORE`); otherwise only calls that every process makes are injected |
 //! | inside a restartable sequence (rseq) | it is resumed and stopped again shortly afterwards |
 //! | a worker of the kernel (vhost, io_uring, KVM), which cannot be traced | it is not chosen |
 //! | its stack has no room for a signal frame (3 KiB; with AMX 12 KiB) | it is not chosen |

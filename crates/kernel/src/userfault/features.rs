@@ -3,6 +3,7 @@
 use super::{UserfaultError, abi};
 use nix::errno::Errno;
 use rustix::fd::OwnedFd;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
@@ -84,7 +85,7 @@ impl Features {
 pub fn supported() -> Result<Features, UserfaultError> {
     /// `UFFD_USER_MODE_ONLY`, which all users may request.
     const USER_MODE_ONLY: i32 = 1;
-    let fd = open_own(USER_MODE_ONLY)?;
+    let fd = open_own(USER_MODE_ONLY, None)?;
     let mut api = abi::Api { api: abi::UFFD_API, ..abi::Api::default() };
     // SAFETY: one `struct uffdio_api` of asserted size, which lives through the call.
     unsafe { abi::call::api(fd.as_raw_fd(), &raw mut api) }
@@ -92,8 +93,17 @@ pub fn supported() -> Result<Features, UserfaultError> {
     Ok(Features::from_bits_truncate(api.features))
 }
 
-/// Creates a userfaultfd for this process's memory, by the system call or, where that is not allowed, by the device.
-pub(super) fn open_own(flags: i32) -> Result<OwnedFd, UserfaultError> {
+/// Opens [`DEVICE`](super::remote::DEVICE). A process that has it open can make a userfaultfd also as a user that cannot open it.
+///
+/// # Errors
+/// Errors of `open(2)`.
+pub fn open_device() -> io::Result<File> {
+    File::options().read(true).write(true).open(abi::DEVICE)
+}
+
+/// Creates a userfaultfd for this process's memory, by the system call or, where that is not allowed, by the device: `device`, if this
+/// process has it open.
+pub(super) fn open_own(flags: i32, device: Option<&File>) -> Result<OwnedFd, UserfaultError> {
     let flags = flags | libc::O_CLOEXEC | libc::O_NONBLOCK;
     let denied = |source: io::Error| UserfaultError::Denied { source };
     // SAFETY: the call takes a number and touches no memory.
@@ -102,8 +112,8 @@ pub(super) fn open_own(flags: i32) -> Result<OwnedFd, UserfaultError> {
         Ok(fd) if fd >= 0 => fd,
         _ => {
             let system_call_error = io::Error::last_os_error();
-            let device = std::fs::File::options().read(true).write(true).open(abi::DEVICE);
-            let device = device.map_err(|_| denied(system_call_error))?;
+            let opened = device.map_or_else(open_device, |device| device.try_clone());
+            let device = opened.map_err(|_| denied(system_call_error))?;
             // SAFETY: the call takes a number and touches no memory.
             unsafe { abi::call::new(device.as_raw_fd(), flags) }.map_err(|e: Errno| denied(e.into()))?
         }

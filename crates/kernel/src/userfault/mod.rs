@@ -14,11 +14,12 @@ pub mod abi;
 mod features;
 pub mod remote;
 
-pub use features::{Features, supported};
+pub use features::{Features, open_device, supported};
 
 use abi::call;
 use nix::errno::Errno;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::fs::File;
 use std::io;
 use std::mem::size_of;
 use std::ops::Range;
@@ -169,7 +170,15 @@ impl Userfault {
     /// # Errors
     /// [`UserfaultError::Denied`], [`UserfaultError::Unsupported`].
     pub fn own(features: Features) -> Result<Self, UserfaultError> {
-        Self::shake_hands(features::open_own(0)?, features)
+        Self::shake_hands(features::open_own(0, None)?, features)
+    }
+
+    /// Like [`Userfault::own`], with the device that [`open_device`] has opened earlier.
+    ///
+    /// # Errors
+    /// As for [`Userfault::own`].
+    pub fn own_by(device: Option<&File>, features: Features) -> Result<Self, UserfaultError> {
+        Self::shake_hands(features::open_own(0, device)?, features)
     }
 
     /// Agrees with the kernel on the features of `fd`, a new userfaultfd.

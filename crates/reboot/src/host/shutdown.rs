@@ -37,7 +37,7 @@ fn start_shutdown(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     run("systemctl", &["--no-block", if plan.kernel.is_some() { "kexec" } else { "reboot" }])
 }
 
-/// Returns the PIDs of the QEMUs and disk servers of the plan's VMs.
+/// Returns the PIDs of the QEMUs and disk servers, with their brokers, of the plan's VMs.
 fn processes_to_keep(host: &Host, plan: &HostRebootPlan) -> Result<Vec<u32>, HostError> {
     let mut pids = Vec::new();
     for vm in &plan.vms {
@@ -47,7 +47,11 @@ fn processes_to_keep(host: &Host, plan: &HostRebootPlan) -> Result<Vec<u32>, Hos
         pids.extend(state.vmm.as_ref().filter(|vmm| vmm.is_alive()).map(|vmm| vmm.pid));
         for disk in disks::served(&state.hardware) {
             let servers = disks::servers(&rundir, &disk.id).map_err(&failed)?;
-            pids.extend(servers.iter().map(|server| server.pid));
+            for server in servers {
+                pids.push(server.pid);
+                // Its broker, without which it ends.
+                pids.extend(server.session().map_err(&failed)?.iter().map(|process| process.pid));
+            }
         }
     }
     Ok(pids)

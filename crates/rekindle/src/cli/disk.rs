@@ -81,9 +81,9 @@ pub struct DiskServe {
     /// The socket for QEMU.
     #[arg(long, value_name = "PATH")]
     pub socket: PathBuf,
-    /// The group, by its number, that may connect to the socket for QEMU.
-    #[arg(long, value_name = "GID")]
-    pub socket_group: Option<u32>,
+    /// Run as the user with this number, whose group may connect to the socket for QEMU. Only for root.
+    #[arg(long, value_name = "UID")]
+    pub user: Option<u32>,
     /// The socket for the other `rekindle disk` commands [default: the one for QEMU, with .control appended].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,

@@ -21,7 +21,7 @@ Examples:
     Init(HostInit),
     /// Mount the reserved RAM, as a boot does.
     ///
-    /// Its content is kept if it holds suspended guests; otherwise it is made new and empty.
+    /// Missing network namespaces of suspended guests are made, too. The RAM's content is kept if it holds suspended guests; otherwise it is made new and empty.
     #[command(after_help = "\
 Example:
   rekindle host mount")]

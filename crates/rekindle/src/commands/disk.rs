@@ -212,7 +212,7 @@ fn service(arguments: DiskServe, confine: bool) -> Service {
         image: arguments.image,
         mode: OpenMode { readonly: arguments.readonly, direct: !arguments.buffered },
         socket: arguments.socket,
-        socket_group: arguments.socket_group,
+        user: arguments.user,
         control,
         redo: LogOptions {
             directory: arguments.redo,

@@ -91,7 +91,8 @@ fn describe_state(rundir: &RunDir, state: &State) -> String {
         text += "# the definition below is incomplete; a checkpoint has its whole command line\n";
     }
     if let Some(vmm) = current_qemu(state) {
-        text += &format!("# QEMU {}: {} (process {})\n", version_text(state), vmm.binary.display(), vmm.pid);
+        let user = vmm.owner().map_or_else(|_| String::new(), |owner| format!(", user {}", owner.user.as_raw()));
+        text += &format!("# QEMU {}: {} (process {}{user})\n", version_text(state), vmm.binary.display(), vmm.pid);
         text += &match &vmm.monitor {
             Some(monitor) => format!("# monitor: {monitor}\n"),
             None => format!("# sockets: {}\n", vmm.directory.display()),

@@ -99,7 +99,7 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
 #[test]
 fn a_run_directory_is_private_so_that_no_other_user_can_hold_a_lock_in_it() {
     let lab = Lab::new();
-    lab.configure_host("qemu_own_user = [\"own\"]");
+    lab.configure_host("qemu_as_root = [\"web\"]");
     let private = [("", 0), ("vmm-1", 0), ("vmm-1/qemu.lock", 0), ("lock", 0)];
     // A QEMU with a user of its own can search the directories, but not make files or use those with locks.
     let searched = [("", 0o010), ("vmm-1", 0o1010), ("vmm-1/qemu.lock", 0), ("lock", 0)];

@@ -5,13 +5,14 @@ use crate::common::served::{READ, digest, image, read, section, server};
 use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::access_list::{self, READ as MAY_READ, WRITE as MAY_WRITE};
 use rekindle_kernel::confinement::status::Rights;
+use rekindle_kernel::process::Process;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
 fn lab() -> Lab {
     let lab = Lab::new();
-    lab.configure_host("qemu_own_user = true");
+    lab.configure_host("qemu_own_user = \"required\"");
     lab
 }
 
@@ -24,16 +25,24 @@ fn user(guest: &Guest<'_>) -> u32 {
     assert_eq!(rights.capabilities, 0, "{rights:?}");
     let status = fs::read_to_string(process.join("status")).unwrap();
     assert!(status.contains("NoNewPrivs:\t1"), "{status}");
-    let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
-    let numbers: Vec<u32> =
-        ids.iter().flat_map(|line| line.split_whitespace().skip(1)).map(|id| id.parse().unwrap()).collect();
-    assert!(numbers.len() == 8 && numbers.iter().all(|number| *number == numbers[0]), "{ids:?}");
-    assert_ne!(numbers[0], 0);
+    let user = user_of(qemu.process);
+    assert_ne!(user, 0);
     // The files of the host do not exist for it.
     let root = process.join("root");
     let definition = guest.lab.path(&format!("{}.toml", guest.name));
     assert!(definition.exists() && root.join("usr/bin").exists());
     assert!(!root.join(definition.strip_prefix("/").unwrap()).exists());
+    user
+}
+
+/// Returns the user of a process, and asserts that it has no other user or group.
+#[track_caller]
+fn user_of(process: Process) -> u32 {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap();
+    let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
+    let numbers: Vec<u32> =
+        ids.iter().flat_map(|line| line.split_whitespace().skip(1)).map(|id| id.parse().unwrap()).collect();
+    assert!(numbers.len() == 8 && numbers.iter().all(|number| *number == numbers[0]), "{ids:?}");
     numbers[0]
 }
 
@@ -43,6 +52,7 @@ fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("jailed").key(&format!("qemu = {:?}", qemu_old())).section(&section(&path, "")).boot(&[]);
     let first = user(&guest);
+    assert_eq!(user_of(server(&guest).expect("a server")), first);
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     guest.touch("24M");
     let boot = guest.boot_id();
@@ -56,7 +66,8 @@ fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
     // A server that was restarted is reached through the same directory.
     let killed = server(&guest).expect("a server");
     killed.kill().unwrap();
-    wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    let restarted = wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    assert_eq!(user_of(restarted), first);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
 
@@ -126,12 +137,12 @@ fn files_of_other_users_get_an_entry_for_the_vms_user_only() {
 #[test]
 fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     let lab = Lab::new();
-    lab.configure_host("qemu_own_user = false");
+    lab.configure_host("qemu_own_user = \"off\"");
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("changed").section(&section(&path, "")).boot(&[]);
     let served_by = server(&guest).expect("a server");
     lab.rekindle(["doctor"]).prints(&["QEMU runs as root: changed", "qemu_own_user"]);
-    lab.configure_host("qemu_own_user = [\"changed\"]");
+    lab.configure_host("qemu_own_user = \"required\"");
     guest.warm(&[]);
     user(&guest);
     assert_eq!(server(&guest), Some(served_by));
@@ -139,7 +150,7 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
     // And back.
-    lab.configure_host("qemu_own_user = false");
+    lab.configure_host("qemu_own_user = \"off\"");
     guest.warm(&[]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
@@ -160,10 +171,10 @@ fn an_image_with_a_backing_file_is_rejected() {
     let section = format!("[[disk]]\npath = {image:?}\nformat = \"qcow2\"\nserver = false");
     let definition = lab.vm("layered").net(Net::None).section(&section).write();
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
-    refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_own_user"]);
+    refused.status(1).prints(&[base.to_str().unwrap(), "qemu-img convert", "qemu_as_root"]);
     // Without a requirement, it runs as root, and doctor names the reason.
     lab.configure_host("");
-    lab.rekindle(["run", definition.to_str().unwrap()]).ok();
+    lab.rekindle(["run", definition.to_str().unwrap()]).ok().prints(&["its QEMU runs as root", "the backing file"]);
     lab.rekindle(["doctor"]).prints(&["QEMU runs as root: layered (the backing file", base.to_str().unwrap()]);
     let guest = lab.vm("layered").net(Net::None).guest();
     guest.rekindle(&["stop", "--now"]).ok();
@@ -243,7 +254,7 @@ fn a_program_in_place_of_qemu_reaches_nothing_of_the_host_and_of_other_vms() {
     assert_eq!(attempts(&lab, "hostile", &victim), Vec::<String>::new());
     victim.assert_sound();
     // As root, it reaches everything: the attempts are real.
-    lab.configure_host("qemu_own_user = [\"victim\"]");
+    lab.configure_host("qemu_as_root = [\"root\"]");
     let reached = attempts(&lab, "root", &victim);
     let expected = include_str!("stand_in_qemu.py").matches("@attempt").count();
     assert_eq!(reached.len(), expected, "{reached:?}");
@@ -273,5 +284,5 @@ fn a_file_that_the_user_cannot_use_is_named() {
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
     let unmounted = std::process::Command::new("umount").arg(&directory).status().unwrap();
     assert!(unmounted.success());
-    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "qemu_own_user"]);
+    refused.status(1).prints(&[disk.to_str().unwrap(), "access control list", "qemu_as_root"]);
 }

@@ -19,7 +19,7 @@ fn start_a_program(guest: &Guest<'_>, evidence: &Path) {
 /// A QEMU with a user of its own could not create the evidence, also without the filter.
 fn as_root() -> Lab {
     let lab = Lab::without_root();
-    lab.configure_host("qemu_own_user = false");
+    lab.configure_host("qemu_own_user = \"off\"");
     lab
 }
 

@@ -108,6 +108,19 @@ impl Bucket {
         self.wait(self.create_later(name, content))
     }
 
+    /// Sends `requests` to create one empty object, concurrently. Returns how many have created it.
+    ///
+    /// # Errors
+    /// As for [`Bucket::create`], except `AlreadyExists`.
+    pub fn count_created(&self, name: &str, requests: usize) -> io::Result<usize> {
+        let create = |_| self.create_later(name, Bytes::new());
+        let results = self.wait(futures_util::future::join_all((0..requests).map(create)));
+        results.into_iter().try_fold(0, |created, result| match result {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(created),
+            other => other.map(|()| created + 1),
+        })
+    }
+
     /// Does the same as [`Bucket::create`].
     pub async fn create_later(&self, name: &str, content: Bytes) -> io::Result<()> {
         let path = self.path(name);

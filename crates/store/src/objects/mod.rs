@@ -46,6 +46,10 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use uuid::Uuid;
+
+/// Requests that create one object, to find out whether the server lets only one of them succeed.
+const CONCURRENT_CREATIONS: usize = 8;
 
 /// The objects below a prefix of a bucket, as a directory of files.
 #[derive(Debug)]
@@ -134,15 +138,21 @@ impl Disk for ObjectDisk {
     }
 
     fn check_exclusive_links(&self) -> io::Result<()> {
-        let is_created = |result: io::Result<()>| match result {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-            other => other.map(|()| true),
+        let is_exclusive = match self.bucket.count_created(names::EXCLUSIVE, 1)? {
+            // A server that has the object, and rejects the condition.
+            0 => true,
+            // Some servers check the condition and write in two steps, so that requests that arrive together succeed together.
+            _ if self.bucket.count_created(names::EXCLUSIVE, 1)? == 0 => {
+                let other = format!("{}{}", names::NEW, Uuid::new_v4());
+                let created = self.bucket.count_created(&other, CONCURRENT_CREATIONS)?;
+                self.bucket.remove(&other)?;
+                created == 1
+            }
+            _ => false,
         };
-        let create = || is_created(self.bucket.create(names::EXCLUSIVE, Bytes::new()));
-        // If the object did not exist, the second request must be rejected.
-        if create()? && create()? {
-            let what = "the object store ignores the condition `If-None-Match: *` of a PUT request, so two hosts could \
-                        own the store at the same time; use an object store with conditional writes";
+        if !is_exclusive {
+            let what = "the object store does not keep the condition `If-None-Match: *` of a PUT request, so two hosts could \
+                        own the store at the same time; use an object store with atomic conditional writes";
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
         Ok(())

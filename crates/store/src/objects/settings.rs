@@ -6,33 +6,62 @@ use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::{BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 use std::{env, fs, io};
 
 /// File of certificates of authorities, in PEM, that are trusted in addition to those of the system.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 
-/// Time after which a request is not tried again.
-const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
-const MAX_RETRIES: usize = 10;
+/// Time after which a request is not tried again. It is short: what must wait longer for a store, such as a protector, a pager or a
+/// cluster's agent, tries again by itself, and reports it.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
+const MAX_RETRIES: usize = 20;
+/// Longest wait before a request is tried again.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// What a client was made from.
+#[derive(PartialEq, Eq)]
+struct Settings {
+    bucket: String,
+    variables: Vec<(String, String)>,
+    /// Content of the file that [`CA_BUNDLE`] names.
+    authorities: Option<Vec<u8>>,
+}
 
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, error)
 }
 
-/// Returns the bucket of the S3 server that the environment and `file` describe.
+/// Returns the bucket of the S3 server that the environment and `file` describe. With the same settings as before, it is the same
+/// client, whose connections are open already.
 pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectStore>> {
+    static NEWEST: Mutex<Option<(Settings, Arc<dyn ObjectStore>)>> = Mutex::new(None);
+    let variables = merged(env::vars_os(), file);
+    let bundle = variables.iter().find(|(name, _)| name == CA_BUNDLE);
+    let read = |(_, path): &(String, String)| fs::read(path).map_err(|e| invalid(format!("{CA_BUNDLE}={path}: {e}")));
+    let authorities = bundle.map(read).transpose()?;
+    let settings = Settings { bucket: bucket.to_owned(), variables, authorities };
+    let mut newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, client)) = newest.as_ref().filter(|(of_newest, _)| *of_newest == settings) {
+        return Ok(Arc::clone(client));
+    }
+    let client = client(&settings)?;
+    *newest = Some((settings, Arc::clone(&client)));
+    Ok(client)
+}
+
+fn client(settings: &Settings) -> io::Result<Arc<dyn ObjectStore>> {
     static CRYPTOGRAPHY: Once = Once::new();
     CRYPTOGRAPHY.call_once(|| {
         // An error means that the process has chosen a provider before.
         let _ = rustls::crypto::ring::default_provider().install_default();
     });
-    let retry =
-        RetryConfig { backoff: BackoffConfig::default(), max_retries: MAX_RETRIES, retry_timeout: RETRY_TIMEOUT };
+    let backoff = BackoffConfig { max_backoff: MAX_RETRY_DELAY, ..BackoffConfig::default() };
+    let retry = RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: RETRY_TIMEOUT };
     let mut builder = AmazonS3Builder::new();
     let mut options = ClientOptions::default();
-    for (name, value) in merged(env::vars_os(), file) {
+    for (name, value) in &settings.variables {
         let key = name.to_ascii_lowercase();
         if let Some(Ok(key)) = key.strip_prefix("aws_").map(str::parse::<ClientConfigKey>) {
             if matches!(key, ClientConfigKey::AllowInvalidCertificates) {
@@ -41,21 +70,20 @@ pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectSto
                      the server's certificate in {CA_BUNDLE}"
                 )));
             }
-            options = options.with_config(key, &value);
+            options = options.with_config(key, value);
         }
         if let Ok(key) = key.parse() {
-            builder = builder.with_config(key, &value);
+            builder = builder.with_config(key, value);
         }
-        if name == CA_BUNDLE {
-            let failed = |e: String| invalid(format!("{CA_BUNDLE}={value}: {e}"));
-            let pem = fs::read(&value).map_err(|e| failed(e.to_string()))?;
-            for certificate in Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.to_string()))? {
+        if let Some(pem) = settings.authorities.as_ref().filter(|_| name == CA_BUNDLE) {
+            let certificates = Certificate::from_pem_bundle(pem);
+            for certificate in certificates.map_err(|e| invalid(format!("{CA_BUNDLE}={value}: {e}")))? {
                 options = options.with_root_certificate(certificate);
             }
         }
     }
     let builder = builder
-        .with_bucket_name(bucket)
+        .with_bucket_name(&settings.bucket)
         .with_retry(retry)
         // The ownership of a store depends on conditional requests: no variable can turn them off.
         .with_conditional_put(S3ConditionalPut::ETagMatch);
@@ -87,6 +115,23 @@ fn merged(environment: impl Iterator<Item = (OsString, OsString)>, file: &Variab
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_same_settings_have_the_same_client() {
+        let directory = tempfile::tempdir().unwrap();
+        let bundle = directory.path().join("ca.pem");
+        fs::write(&bundle, "").unwrap();
+        let file = |region: &str| {
+            let pairs = [("AWS_REGION", region), ("AWS_ACCESS_KEY_ID", "id"), (CA_BUNDLE, bundle.to_str().unwrap())];
+            Variables(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).into())
+        };
+        let first = s3("same", &file("a")).unwrap();
+        assert!(Arc::ptr_eq(&first, &s3("same", &file("a")).unwrap()));
+        assert!(!Arc::ptr_eq(&first, &s3("same", &file("b")).unwrap()));
+        let first = s3("same", &file("a")).unwrap();
+        fs::write(&bundle, "# renewed\n").unwrap();
+        assert!(!Arc::ptr_eq(&first, &s3("same", &file("a")).unwrap()), "with other authorities");
+    }
 
     #[test]
     fn variables_of_the_file_replace_those_of_the_environment() {

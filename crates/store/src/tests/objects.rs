@@ -181,7 +181,7 @@ fn a_request_that_is_carried_out_late_changes_nothing_that_counts() {
 fn a_server_that_ignores_conditions_is_rejected() {
     let disk = MemoryObjects::default().without_conditions();
     let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
-    assert!(std::error::Error::source(&e).unwrap().to_string().contains("ignores the condition"), "{e}");
+    assert!(std::error::Error::source(&e).unwrap().to_string().contains("does not keep the condition"), "{e}");
     // Nothing that counts was written.
     assert_eq!(disk.names(), [names::EXCLUSIVE]);
     let good = MemoryObjects::default();

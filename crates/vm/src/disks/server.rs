@@ -1,7 +1,6 @@
 //! The process that serves one disk: its files, its start, its end.
 
 use super::DisksError;
-use crate::qemu_user;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::engine::command::Status;
@@ -96,8 +95,13 @@ pub(super) fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksErr
     Ok(())
 }
 
-/// Returns the command that serves a disk at its newest version.
-pub(super) fn server_command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksError> {
+/// Returns the command that serves a disk at its newest version, as a user of the VM.
+pub(super) fn server_command(
+    rundir: &RunDir,
+    disk: &Disk,
+    vcpus: u32,
+    user: Option<u32>,
+) -> Result<Command, DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
     let binary = std::env::current_exe().map_err(failed)?;
     let mut command = Command::new(binary);
@@ -105,8 +109,8 @@ pub(super) fn server_command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
-    if let Some(group) = qemu_user::recorded(rundir.name())? {
-        command.arg(format!("--socket-group={group}"));
+    if let Some(user) = user {
+        command.arg(format!("--user={user}"));
     }
     if disk.readonly {
         command.arg("--readonly");

@@ -23,6 +23,7 @@ use crate::rundir::RunDir;
 use rekindle_kernel::access_list;
 use rekindle_kernel::jail::{Jail, JailPath};
 use rekindle_kernel::process::Process;
+use rekindle_kernel::users::can_become;
 use rekindle_qemu::command::{Directory, Hardware};
 use rekindle_qemu::used_files::{self, UsedFile};
 use rustix::fs::{FlockOperation, flock};
@@ -86,8 +87,8 @@ pub enum QemuUserError {
     },
     /// The user cannot be permitted to use a file of the definition.
     #[error(
-        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or list only \
-         other VMs in qemu_own_user in host.toml: the QEMU of {name} then runs as root",
+        "{}: user {user} of VM {name} cannot be permitted to use it; use a file system with access control lists, or add \
+         {name} to qemu_as_root in host.toml: its QEMU then runs as root",
         path.display()
     )]
     File {
@@ -101,10 +102,21 @@ pub enum QemuUserError {
         #[source]
         source: io::Error,
     },
+    /// This process cannot start processes as the user.
+    #[error(
+        "VM {name}: user {user} cannot be used here: this process has no CAP_SETUID or CAP_SETGID, or the container's user \
+         namespace does not have this number; use another container, or add {name} to qemu_as_root in host.toml"
+    )]
+    NotHere {
+        /// Name of the VM.
+        name: String,
+        /// Number of the user.
+        user: u32,
+    },
     /// Something prevents it.
     #[error(
-        "VM {name}: its QEMU cannot run as a user of its own: {obstacle}. Remove this, or list only other VMs in qemu_own_user in \
-         host.toml: the QEMU of {name} then runs as root. See The user of a VM in docs/run-directory.md"
+        "VM {name}: its QEMU cannot run as a user of its own: {obstacle}. Remove this, or add {name} to qemu_as_root in \
+         host.toml: its QEMU then runs as root. See The user of a VM in docs/run-directory.md"
     )]
     Obstacle {
         /// Name of the VM.
@@ -132,15 +144,36 @@ pub struct RunAsRoot {
 }
 
 impl RunAsRoot {
-    /// Withdraws what the VM's user has got, and then forgets the user.
-    pub fn instead(self, name: &str, hardware: &Hardware, why: &dyn std::error::Error) {
+    /// Withdraws what the VM's user has got, also `directory`, and then forgets the user, unless the servers of the VM's disks run as
+    /// this user.
+    ///
+    /// # Errors
+    /// [`QemuUserError::OwnFile`]: QEMU must not be started then, since `directory` counts as one of a QEMU with a user of its own.
+    pub fn instead(
+        self,
+        name: &str,
+        directory: &Directory,
+        hardware: &Hardware,
+        why: &dyn std::error::Error,
+    ) -> Result<(), QemuUserError> {
         warn_of_root(name, why);
-        if !withdraw_from(&self.users, self.user, hardware) {
-            return;
+        let path = &directory.0;
+        chown(path, None, Some(rustix::process::getegid().as_raw()))
+            .and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o700)))
+            .map_err(|source| QemuUserError::OwnFile {
+                path: path.clone(),
+                name: name.to_owned(),
+                user: self.user,
+                source,
+            })?;
+        let has_servers = hardware.disks.iter().any(|disk| disk.server);
+        if has_servers || !withdraw_from(&self.users, self.user, hardware) {
+            return Ok(());
         }
         if let Err(e) = records::remove(&self.users, self.user) {
             tracing::warn!("{}: the record of user {} stays: {e}", self.users.display(), self.user);
         }
+        Ok(())
     }
 }
 
@@ -169,7 +202,7 @@ pub fn of_next_qemu(
     let name = rundir.name();
     let host = Host::open()?;
     let (Some(users), own_user) = (host.qemu_users(), host.own_user(name)) else { return Ok(AS_CALLER) };
-    if own_user == OwnUser::No {
+    if own_user == OwnUser::Off {
         return Ok(AS_CALLER);
     }
     let is_required = own_user == OwnUser::Required;
@@ -180,7 +213,8 @@ pub fn of_next_qemu(
     if let Some(obstacle) = obstacle.or_else(|| Obstacle::of(hardware).filter(|_| is_required)) {
         return Err(QemuUserError::Obstacle { name: name.to_owned(), obstacle });
     }
-    if Obstacle::of(hardware).is_some() {
+    if let Some(obstacle) = Obstacle::of(hardware) {
+        tracing::warn!("VM {name}: its QEMU runs as root, because it cannot run as a user of its own: {obstacle}");
         return Ok(AS_CALLER);
     }
     let may_be_root = !has_had_own_user && !is_required;
@@ -194,11 +228,39 @@ pub fn of_next_qemu(
     let run_as_root = may_be_root.then(|| RunAsRoot { users: users.to_owned(), user });
     match (prepare_jail(users, user, rundir, directory, hardware, program), run_as_root) {
         (Err(e), Some(run_as_root)) => {
-            run_as_root.instead(name, hardware, &e);
+            run_as_root.instead(name, directory, hardware, &e)?;
             Ok(AS_CALLER)
         }
         (prepared, if_jail_fails) => Ok(QemuIdentity { jail: Some(prepared?), if_jail_fails }),
     }
+}
+
+/// Returns the user for the servers of the VM's disks: the one that the VM's QEMU has or will have.
+/// `None`: they run as the calling user.
+///
+/// # Errors
+/// [`QemuUserError::Host`]; if `host.toml` requires a user of its own, also the others.
+pub fn of_helpers(name: &str, hardware: &Hardware) -> Result<Option<u32>, QemuUserError> {
+    let host = Host::open()?;
+    let Some(users) = host.qemu_users() else { return Ok(None) };
+    let own_user = host.own_user(name);
+    let user = match records::recorded(users, name) {
+        Ok(None) if own_user != OwnUser::Off && Obstacle::of(hardware).is_none() => {
+            records::assign(users, name).map(Some)
+        }
+        recorded => recorded,
+    };
+    let possible = user.and_then(|user| match user.filter(|user| !can_become(*user)) {
+        Some(user) => Err(QemuUserError::NotHere { name: name.to_owned(), user }),
+        None => Ok(user),
+    });
+    possible.or_else(|e| {
+        if own_user == OwnUser::Required {
+            return Err(e);
+        }
+        tracing::warn!("VM {name}: the servers of its disks run as root: {}", with_causes(&e));
+        Ok(None)
+    })
 }
 
 /// Returns the user that the VM `name` has, also if it is not listed any more: its QEMU may still run as this user.
@@ -218,6 +280,12 @@ fn lock_lists(users: &Path, file: &Path) -> io::Result<File> {
     let lock = OpenOptions::new().create(true).append(true).mode(0o600).open(users.join(format!(".lock-{device}")))?;
     flock(&lock, FlockOperation::LockExclusive)?;
     Ok(lock)
+}
+
+/// Permits the user of a VM to use a file.
+fn permit(users: &Path, name: &str, user: u32, path: &JailPath) -> Result<(), QemuUserError> {
+    let permitted = lock_lists(users, &path.path).and_then(|_lock| path.permit(user));
+    permitted.map_err(|source| QemuUserError::File { path: path.path.clone(), name: name.to_owned(), user, source })
 }
 
 /// Gives the user of a VM what the QEMU in `directory` needs.
@@ -245,16 +313,7 @@ fn prepare_jail(
     options.create(true).append(true).mode(0o600).open(&console_log).map_err(at(&console_log))?;
     chown(&console_log, Some(user), Some(user)).map_err(at(&console_log))?;
 
-    let permit = |path: &JailPath| {
-        let permitted = lock_lists(users, &path.path).and_then(|_lock| path.permit(user));
-        permitted.map_err(|source| QemuUserError::File {
-            path: path.path.clone(),
-            name: rundir.name().to_owned(),
-            user,
-            source,
-        })
-    };
-
+    let permit = |path: &JailPath| permit(users, rundir.name(), user, path);
     let root = rundir.path().with_file_name(JAIL_ROOT);
     match DirBuilder::new().mode(0o700).create(&root) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(at(&root)(e)),
@@ -367,12 +426,21 @@ pub fn starting_user(directory: &Directory) -> Option<u32> {
 pub fn processes(rundir: &RunDir) -> Result<Vec<Process>, QemuUserError> {
     let Some(user) = recorded(rundir.name())? else { return Ok(Vec::new()) };
     let relative = rundir.path().strip_prefix("/").unwrap_or(rundir.path());
-    let is_in_jail = |process: &Path| process.join("root").join(relative).exists();
+    // The servers of disks have the same user, and no jail.
+    let host_root = file_id(Path::new("/"));
+    let is_in_jail = |process: &Path| {
+        let root = process.join("root");
+        file_id(&root) != host_root && root.join(relative).exists()
+    };
     let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = numbers.filter(|entry| entry.metadata().is_ok_and(|process| process.uid() == user));
     let numbers = numbers.filter(|entry| is_in_jail(&entry.path()));
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     Ok(numbers.filter_map(|number| Process::of(number).ok()).collect())
+}
+
+fn file_id(path: &Path) -> Option<(u64, u64)> {
+    fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
 }
 
 /// Returns what every QEMU needs: the programs of the host, `program` if it is elsewhere, and devices without content.

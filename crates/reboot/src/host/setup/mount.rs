@@ -10,7 +10,9 @@ use crate::host::RebootMethod;
 use crate::host::files::read_ahead;
 use crate::host::record::SuspendRecord;
 use crate::host::survived::{Trust, command_line};
+use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
+use rekindle_vm::network;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 use std::fs::{self, DirBuilder};
@@ -52,7 +54,7 @@ pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
         let text = "no RAM is reserved: this kernel's command line has no memmap=SIZE!START; see rekindle host init";
         return Err(HostError::Setup(text.into()));
     };
-    read_ahead_for(host)?;
+    prepare_for_guests(host)?;
     let failed = HostError::file(mount_point);
     DirBuilder::new().recursive(true).mode(0o700).create(mount_point).map_err(&failed)?;
     let device = wait_for_device(reserve)?;
@@ -92,10 +94,19 @@ fn mount_kept(device: &Path, mount_point: &Path) -> Result<bool, HostError> {
     }
 }
 
-/// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device.
-fn read_ahead_for(host: &Host) -> Result<(), HostError> {
-    for entry in SuspendRecord::read(&host.suspend_dir)?.entries()? {
+/// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device, and
+/// makes the network namespaces of the guests: they are mounts, and those of the process that resumes the guests do not
+/// reach the host.
+fn prepare_for_guests(host: &Host) -> Result<(), HostError> {
+    let entries = SuspendRecord::read(&host.suspend_dir)?.entries()?;
+    for entry in &entries {
         read_ahead(entry.files.iter());
+    }
+    for entry in &entries {
+        // The other guests do not depend on it.
+        if let Err(e) = network::make_namespaces(host, &entry.state.definition) {
+            tracing::warn!("{}: cannot make its network namespace: {}", entry.state.hardware.name, with_causes(&e));
+        }
     }
     Ok(())
 }
@@ -112,7 +123,10 @@ fn wait_for_device(reserve: Reserve) -> Result<PathBuf, HostError> {
         if !are_drivers_loaded {
             are_drivers_loaded = true;
             for driver in DEVICE_DRIVERS {
-                run("modprobe", &[driver])?;
+                // The unit may load no module. Systemd and udev load them, maybe a moment later.
+                if let Err(e) = run("modprobe", &[driver]) {
+                    tracing::warn!("{e}");
+                }
             }
         }
         if Instant::now() > deadline {

@@ -4,7 +4,7 @@ use super::mount::{MountOutcome, mount_ram};
 use super::requirements::missing_requirements;
 use super::reserve::{Reserve, firmware_ram};
 use super::target::{INSTALLED_PROGRAM, SetupTarget};
-use super::{HostError, RESUME_UNIT, SUSPEND_UNIT, run};
+use super::{HostError, RAM_UNIT, RESUME_UNIT, SUSPEND_UNIT, run};
 use crate::host::survived::command_line;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
@@ -21,6 +21,7 @@ const RAM_DIR: &str = "/var/lib/rekindle/ram";
 /// File names and contents of the units.
 const UNITS: &[(&str, &str)] = &[
     (SUSPEND_UNIT, include_str!("../../../../../packaging/systemd/rekindle-suspend.service")),
+    (RAM_UNIT, include_str!("../../../../../packaging/systemd/rekindle-ram.service")),
     (RESUME_UNIT, include_str!("../../../../../packaging/systemd/rekindle-resume.service")),
 ];
 /// Links by which systemd knows that the units are enabled.
@@ -283,6 +284,41 @@ mod tests {
             let timeouts: Vec<_> = unit.lines().filter(|line| line.starts_with("Timeout")).collect();
             assert!(!timeouts.is_empty(), "{name} is of type oneshot, which has no timeout by itself");
             assert!(timeouts.iter().all(|line| !line.ends_with("infinity")), "{name}: {timeouts:?}");
+        }
+    }
+
+    #[test]
+    fn mounts_reach_the_host_and_guests_are_resumed_only_with_their_ram() {
+        let unit = |wanted: &str| UNITS.iter().find(|(name, _)| *name == wanted).unwrap().1;
+        let has = |name: &str, line: &str| unit(name).lines().any(|found| found == line);
+        // Each of these options gives a unit a mount namespace, from which no mount reaches the host.
+        let separating = |line: &str| {
+            [
+                "Protect",
+                "Private",
+                "ReadOnlyPaths=",
+                "ReadWritePaths=",
+                "InaccessiblePaths=",
+                "BindPaths=",
+                "MountFlags=",
+            ]
+            .iter()
+            .any(|option| line.starts_with(option))
+        };
+        let harmless = ["PrivateMounts=no", "PrivateNetwork=yes", "ProtectClock=yes", "ProtectHostname=yes"];
+        let separates: Vec<_> =
+            unit(RAM_UNIT).lines().filter(|line| separating(line) && !harmless.contains(line)).collect();
+        assert_eq!(separates, Vec::<&str>::new());
+        // From systemd 254 on, a private network implies private mounts.
+        assert!(has(RAM_UNIT, "PrivateMounts=no"));
+        for line in ["Requires=rekindle-ram.service", "After=rekindle-ram.service"] {
+            assert!(has(RESUME_UNIT, line), "{line}");
+        }
+        assert!(has(RESUME_UNIT, &format!("AssertPathIsMountPoint={RAM_DIR}")));
+        assert!(has(RAM_UNIT, "Wants=rekindle-resume.service"), "a second attempt resumes them, too");
+        for name in [RESUME_UNIT, SUSPEND_UNIT] {
+            // Otherwise, ProtectClock= closes the devices of guests, before systemd 253.
+            assert!(has(name, "DeviceAllow=block-* rw") && has(name, "DeviceAllow=char-* rw"), "{name}");
         }
     }
 
