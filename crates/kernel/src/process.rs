@@ -4,9 +4,10 @@
 //! record in a file can be compared with the process that has the number later. Signals are sent through a pidfd, so
 //! that they cannot reach a process that has received the number in between.
 
+use nix::unistd::getsid;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
-use rustix::process::{Pid, PidfdFlags, Signal, getsid, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
@@ -75,10 +76,9 @@ impl Process {
         let mut processes = Vec::new();
         for entry in fs::read_dir("/proc")? {
             let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-            let session = i32::try_from(pid).ok().and_then(Pid::from_raw).map(|pid| getsid(Some(pid)));
-            let is_in_session = session.is_some_and(|leader| {
-                leader.is_ok_and(|leader| u32::try_from(leader.as_raw_nonzero().get()) == Ok(self.pid))
-            });
+            // Kernel threads have session 0.
+            let session = getsid(Some(nix::unistd::Pid::from_raw(pid.cast_signed())));
+            let is_in_session = session.is_ok_and(|leader| leader.as_raw().cast_unsigned() == self.pid);
             if is_in_session && pid != self.pid {
                 // A process that has just ended is none.
                 processes.extend(Self::of(pid));

@@ -203,7 +203,8 @@ fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
         _ => failed("creating the directory")(e),
     })?;
     let ours = |name: &str| {
-        [names::LOG, names::SEGMENTS, names::INDEX, names::SUPERBLOCK, names::UNUSED, names::EXCLUSIVE].contains(&name)
+        [names::LOG, names::SEGMENTS, names::INDEX, names::SUPERBLOCK, names::UNUSED].contains(&name)
+            || name.starts_with(names::EXCLUSIVE)
             || name.starts_with(names::NEW)
     };
     let contents = disk.list("").map_err(failed("listing the directory"))?;

@@ -67,6 +67,10 @@ fn a_vm_keeps_its_user_over_new_qemus_reboots_and_restores() {
     let killed = server(&guest).expect("a server");
     killed.kill().unwrap();
     let restarted = wait_for("another server", DEADLINE, || server(&guest).filter(|other| *other != killed));
+    // It listens before it is confined.
+    wait_for("the server to be confined", DEADLINE, || {
+        Rights::of(restarted).is_ok_and(|rights| rights.has_filter).then_some(())
+    });
     assert_eq!(user_of(restarted), first);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
@@ -148,7 +152,7 @@ fn a_vm_gets_its_user_with_the_next_qemu_while_its_disk_server_stays() {
     assert_eq!(server(&guest), Some(served_by));
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
-    lab.rekindle(["doctor"]).prints(&["no QEMU of Rekindle's VMs runs as root"]);
+    lab.rekindle(["doctor"]).prints(&["the server of a disk runs as root", "of changed"]);
     // And back.
     lab.configure_host("qemu_own_user = \"off\"");
     guest.warm(&[]);
@@ -214,6 +218,18 @@ fn a_qemu_that_cannot_enter_its_jail_runs_as_root_only_if_there_was_none_with_an
     user(&guest);
     guest.rekindle(&["stop", "--now"]).ok();
     run().status(1).prints(&[program.to_str().unwrap(), "Permission denied"]);
+
+    // The server of a disk has the user, and that does not prevent the next start.
+    let path = image(&lab, "disk.raw");
+    let vm = lab.vm("served").net(Net::None).key(&format!("qemu = {program:?}")).section(&section(&path, ""));
+    let definition = vm.write();
+    for _ in 0..2 {
+        lab.rekindle(["run", definition.to_str().unwrap()]).ok().prints(&["its QEMU runs as root"]);
+        let guest = vm.guest();
+        assert_ne!(user_of(server(&guest).expect("a server")), 0);
+        assert_eq!(user_of(guest.single_qemu().process), 0);
+        guest.rekindle(&["stop", "--now"]).ok();
+    }
     lab.assert_empty();
 }
 

@@ -3,7 +3,8 @@
 pub const SUPERBLOCK: &str = "rekindle-store";
 /// File in place of the superblock in a store that no VM has used.
 pub const UNUSED: &str = "rekindle-store-unused";
-/// Empty file of a store in an object store, with which the conditional requests of the server are checked.
+/// Empty file of a store in an object store, with which the conditional requests of the server are checked; and start of the name of
+/// another one, which exists during a check.
 pub const EXCLUSIVE: &str = "rekindle-exclusive";
 /// Directory of log entries.
 pub const LOG: &str = "log";

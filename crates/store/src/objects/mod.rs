@@ -143,7 +143,7 @@ impl Disk for ObjectDisk {
             0 => true,
             // Some servers check the condition and write in two steps, so that requests that arrive together succeed together.
             _ if self.bucket.count_created(names::EXCLUSIVE, 1)? == 0 => {
-                let other = format!("{}{}", names::NEW, Uuid::new_v4());
+                let other = format!("{}-{}", names::EXCLUSIVE, Uuid::new_v4());
                 let created = self.bucket.count_created(&other, CONCURRENT_CREATIONS)?;
                 self.bucket.remove(&other)?;
                 created == 1

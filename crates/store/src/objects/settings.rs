@@ -122,7 +122,8 @@ mod tests {
         let bundle = directory.path().join("ca.pem");
         fs::write(&bundle, "").unwrap();
         let file = |region: &str| {
-            let pairs = [("AWS_REGION", region), ("AWS_ACCESS_KEY_ID", "id"), (CA_BUNDLE, bundle.to_str().unwrap())];
+            let key = [("AWS_ACCESS_KEY_ID", "id"), ("AWS_SECRET_ACCESS_KEY", "key")];
+            let pairs = [key[0], key[1], ("AWS_REGION", region), (CA_BUNDLE, bundle.to_str().unwrap())];
             Variables(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).into())
         };
         let first = s3("same", &file("a")).unwrap();
