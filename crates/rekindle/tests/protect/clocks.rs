@@ -175,7 +175,7 @@ fn a_guest_outlives_an_object_store_that_rejects_its_hosts_clock_or_answers_late
     let mut variables = server.environment_over(proxy.port());
     variables.extend(clock.environment());
     let host = Host { lab: &lab, variables };
-    let guest = lab.vm("web").memory("64M").boot(&[]);
+    let guest = lab.vm("web").memory("96M").boot(&[]);
     let boot = guest.boot_id();
     let store = PathBuf::from(format!("s3://{BUCKET}/web"));
     let url = store.to_str().unwrap();
