@@ -314,7 +314,7 @@ impl Monitors {
         let injector = save.injector();
         write_mark(&self.marks.piped)?;
         let boost = raise_priority(self.process);
-        match save.begin(&mut self.control, host_us()) {
+        match save.begin(&mut self.control) {
             Ok(save) => Ok(Some(StartedPause { save, seen_host_us: host_us(), boost })),
             Err(e) => {
                 drop(boost);

@@ -225,7 +225,7 @@ struct Relay {
     open: OpenDomain,
     instance: Instance,
     /// When the last `stop` was sent, since 1970; none after `cont`.
-    stop_sent: Option<Duration>,
+    stop_sent: Option<Moment>,
     /// Whether the connection was opened again since the last `stop`, so that events may be missing.
     may_miss_events: bool,
 }
@@ -359,7 +359,7 @@ impl Relay {
             // Only what happens from now on matters, and its events need room.
             while self.open.received().is_some_and(|events| events.try_recv().is_ok()) {}
         }
-        let sent = since_1970();
+        let sent = Moment::now();
         let is_repeatable = matches!(name, "stop" | "cont") || name.starts_with("query-");
         let reply = match self.execute(&command.to_string(), is_repeatable, fd) {
             Ok(reply) => reply,
@@ -371,7 +371,7 @@ impl Relay {
         match name {
             "stop" => {
                 (self.stop_sent, self.may_miss_events) = (Some(sent), false);
-                vec![event_line("STOP", sent), reply]
+                vec![event_line("STOP", sent.host), reply]
             }
             "cont" => {
                 let stop_sent = self.stop_sent.take().unwrap_or(sent);
@@ -391,16 +391,43 @@ impl Relay {
     }
 }
 
+/// A moment, by the host's clock, which events have, and by one that cannot be set.
+#[derive(Debug, Clone, Copy)]
+struct Moment {
+    /// Since 1970.
+    host: Duration,
+    steady: Instant,
+}
+
+impl Moment {
+    fn now() -> Self {
+        Self { host: since_1970(), steady: Instant::now() }
+    }
+
+    /// Returns whether the host's clock was set back since then, so that its times of events may be too small.
+    fn was_clock_set_back(&self) -> bool {
+        let now = Self::now();
+        let expected = self.host + now.steady.saturating_duration_since(self.steady);
+        expected.saturating_sub(now.host) >= MIN_CLOCK_STEP
+    }
+}
+
+/// Smaller differences of the two clocks are no step of the host's clock.
+const MIN_CLOCK_STEP: Duration = Duration::from_secs(1);
+
+const CLOCK_SET_BACK: &str = "the host's clock was set back while the guest was stopped, so it is unknown whether another \
+                              client of libvirt has resumed it meanwhile; the guest runs";
+
 const RESUMED_BY_ANOTHER: &str =
     "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
 
 /// Returns the lines of the events since `sent`, until the first `RESUME`. They have QEMU's times.
-fn pause_events(events: &Receiver<MonitorEvent>, sent: Duration) -> Vec<String> {
+fn pause_events(events: &Receiver<MonitorEvent>, sent: Moment) -> Vec<String> {
     let deadline = Instant::now() + EVENT_TIMEOUT;
     let mut lines = Vec::new();
     while let Ok(event) = events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         // Events have microseconds.
-        if event.time.as_micros() >= sent.as_micros() {
+        if event.time.as_micros() >= sent.host.as_micros() || sent.was_clock_set_back() {
             lines.push(event_line(&event.name, event.time));
             if event.name == "RESUME" {
                 break;
@@ -413,16 +440,18 @@ fn pause_events(events: &Receiver<MonitorEvent>, sent: Duration) -> Vec<String> 
 /// Returns the time of the first `RESUME` since `stop_sent`.
 ///
 /// # Errors
-/// If it is of a time before `cont_sent`: another client has resumed the guest while it was kept stopped.
-fn wait_resumed(events: &Receiver<MonitorEvent>, stop_sent: Duration, cont_sent: Duration) -> Result<Duration, String> {
+/// If it is of a time before `cont_sent`: another client has resumed the guest while it was kept stopped. Also if that is
+/// unknown, because the host's clock was set back.
+fn wait_resumed(events: &Receiver<MonitorEvent>, stop_sent: Moment, cont_sent: Moment) -> Result<Duration, String> {
     let deadline = Instant::now() + EVENT_TIMEOUT;
     loop {
         let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         let event = event.map_err(|_| "libvirt has not reported that the guest was resumed".to_owned())?;
         // Events have microseconds.
-        let is_before_cont = event.time.as_micros() < cont_sent.as_micros();
+        let is_before_cont = event.time.as_micros() < cont_sent.host.as_micros();
         match event.name.as_str() {
-            "RESUME" if event.time < stop_sent => {}
+            "RESUME" if stop_sent.was_clock_set_back() => return Err(CLOCK_SET_BACK.into()),
+            "RESUME" if event.time < stop_sent.host => {}
             "RESUME" if is_before_cont => return Err(RESUMED_BY_ANOTHER.into()),
             "RESUME" => return Ok(event.time),
             _ => {}
@@ -577,13 +606,31 @@ mod tests {
         let first_resume = |events: &[MonitorEvent]| {
             let (sender, receiver) = channel();
             events.iter().for_each(|event| sender.send(event.clone()).unwrap());
-            wait_resumed(&receiver, at(10), at(20))
+            let sent = |host| Moment { host, steady: Instant::now() };
+            wait_resumed(&receiver, sent(at(10)), sent(at(20)))
         };
         assert_eq!(first_resume(&[resumed(9), stopped(10), resumed(21)]).unwrap(), at(21));
         let e = first_resume(&[stopped(10), resumed(12), stopped(21), resumed(21)]).unwrap_err();
         assert!(e.contains("another client"), "{e}");
         let e = first_resume(&[stopped(10)]).unwrap_err();
         assert!(e.contains("has not reported"), "{e}");
+    }
+
+    #[test]
+    fn events_are_not_ignored_if_the_hosts_clock_was_set_back_after_the_command() {
+        let now = Moment::now();
+        let a_year_ahead = Moment { host: now.host + Duration::from_secs(365 * 86_400), ..now };
+        let events = || {
+            let (sender, receiver) = channel();
+            for name in ["STOP", "RESUME"] {
+                sender.send(MonitorEvent { name: name.into(), time: now.host }).unwrap();
+            }
+            receiver
+        };
+        assert_eq!(pause_events(&events(), a_year_ahead).len(), 2);
+        let e = wait_resumed(&events(), a_year_ahead, now).unwrap_err();
+        assert!(e.contains("clock was set back"), "{e}");
+        assert_eq!(wait_resumed(&events(), now, now).unwrap(), now.host);
     }
 
     #[test]

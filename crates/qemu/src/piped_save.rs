@@ -30,7 +30,7 @@ use crate::devices::{
     AddedDescriptor, DESCRIPTOR_LABEL, DescriptorSets, DeviceStateError, SAVE_DEVICES, remove_descriptor_sets,
 };
 use crate::incoming::MAX_DEVICE_STATE_BYTES;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Event, Qmp, QmpError};
 use crate::stream;
 use rekindle_kernel::descriptor;
 use rekindle_kernel::inject::Injector;
@@ -144,11 +144,11 @@ impl PipedSave {
     }
 
     /// Sends the command to a QEMU whose guest runs, and waits until QEMU has stopped the guest, completed its I/O, and
-    /// writes to the pipe. `now_host_us` is the time in µs since 1970.
+    /// writes to the pipe.
     ///
     /// # Errors
     /// [`QmpError::Refused`] when QEMU cannot open the pipe. After each error QEMU resumes the guest by itself.
-    pub fn begin(self, qmp: &mut Qmp, now_host_us: u64) -> Result<HeldSave, DeviceStateError> {
+    pub fn begin(self, qmp: &mut Qmp) -> Result<HeldSave, DeviceStateError> {
         let ours = fstat(&self.reader).map_err(|e| DeviceStateError::Pipe(e.into()))?;
         let theirs = stat(path_in(self.injector.process(), self.number));
         let theirs = theirs.map_err(|e| DeviceStateError::Pipe(e.into()))?;
@@ -162,7 +162,7 @@ impl PipedSave {
         qmp.drop_events();
         let arguments = json!({"filename": format!("/proc/self/fd/{}", self.number), "live": false});
         qmp.send(SAVE_DEVICES, arguments, &[])?;
-        let mut held = HeldSave { pipe: self, sent_host_us: now_host_us, has_replied: false };
+        let mut held = HeldSave { pipe: self, has_replied: false };
         match held.wait_output(qmp) {
             Ok(()) => Ok(held),
             Err(e) => Err(held.abandon(qmp, e)),
@@ -182,8 +182,6 @@ impl PipedSave {
 #[derive(Debug)]
 pub struct HeldSave {
     pipe: PipedSave,
-    /// When the command was sent, in µs since 1970.
-    sent_host_us: u64,
     has_replied: bool,
 }
 
@@ -234,11 +232,7 @@ impl HeldSave {
         }
         stream::check(&devices)?;
         self.pipe.shrink(devices.len())?;
-        let time_of = |name: &str| {
-            let mut events = qmp.kept_events().filter(|event| event.host_us >= self.sent_host_us);
-            events.find(|event| event.name == name).map(|event| event.host_us)
-        };
-        let times = time_of("STOP").zip(time_of("RESUME"));
+        let times = last_pause(qmp.kept_events());
         Ok(times.map(|(stopped_host_us, resumed_host_us)| SavedInPause { devices, stopped_host_us, resumed_host_us }))
     }
 
@@ -288,6 +282,20 @@ impl HeldSave {
         }
         e
     }
+}
+
+/// Returns when the guest was stopped and resumed last, if it runs after these events. The events are in QEMU's order. Their
+/// times are not compared: the host's clock may have been set.
+fn last_pause<'a>(events: impl Iterator<Item = &'a Event>) -> Option<(u64, u64)> {
+    let (mut stopped_host_us, mut pause) = (None, None);
+    for event in events {
+        match event.name.as_str() {
+            "STOP" => (stopped_host_us, pause) = (Some(event.host_us), None),
+            "RESUME" => pause = stopped_host_us.take().map(|stopped| (stopped, event.host_us)),
+            _ => {}
+        }
+    }
+    pause
 }
 
 /// Closes the descriptors of [`PipedSave`]s in QEMU, also of processes that were killed. QEMU itself does not close the
@@ -367,5 +375,29 @@ mod tests {
     fn a_pipe_is_smaller_than_a_state_that_is_a_quarter_smaller() {
         let capacities = [0, 4096, 5464, 10_920, 10_924, 100_000].map(largest_capacity);
         assert_eq!(capacities, [None, None, Some(4096), Some(4096), Some(8192), Some(65536)]);
+    }
+
+    #[test]
+    fn the_last_pause_is_found_by_the_order_of_events_whatever_their_times() {
+        const YEAR_US: u64 = 365 * 86_400 * 1_000_000;
+        let now = 1_800_000_000_000_000;
+        let events = |events: &[(&str, u64)]| {
+            let event =
+                |(name, host_us): &(&str, u64)| Event { name: (*name).into(), data: Value::Null, host_us: *host_us };
+            events.iter().map(event).collect::<Vec<_>>()
+        };
+        for (given, expected) in [
+            (&[("STOP", now), ("RESUME", now + 1)][..], Some((now, now + 1))),
+            // The host's clock was set during the pause.
+            (&[("STOP", now), ("RESUME", now - YEAR_US)], Some((now, now - YEAR_US))),
+            (&[("STOP", now), ("RESUME", now + YEAR_US)], Some((now, now + YEAR_US))),
+            // Another client has stopped the guest, or stops and resumes it before.
+            (&[("STOP", now)], None),
+            (&[("STOP", 1), ("RESUME", 2), ("STOP", 3)], None),
+            (&[("STOP", 1), ("RESUME", 2), ("STOP", 3), ("NIC_RX_FILTER_CHANGED", 4), ("RESUME", 5)], Some((3, 5))),
+            (&[("RESUME", 1)], None),
+        ] {
+            assert_eq!(last_pause(events(given).iter()), expected, "{given:?}");
+        }
     }
 }

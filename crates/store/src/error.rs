@@ -276,7 +276,7 @@ pub enum ConnectionError {
     Certificate {
         why: String,
         /// Action that fixes the cause.
-        remedy: &'static str,
+        remedy: String,
     },
     /// The peer has neither sent nor received anything for too long.
     #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]

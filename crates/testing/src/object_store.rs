@@ -197,6 +197,20 @@ impl ObjectStoreServer {
         ]
     }
 
+    /// Returns the port of the gateway.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Returns the variables of [`Self::environment`] for a client that reaches the gateway over a proxy at `port`.
+    #[must_use]
+    pub fn environment_over(&self, port: u16) -> Vec<(&'static str, String)> {
+        let endpoint = ("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"));
+        let others = self.environment().into_iter().filter(|(name, _)| *name != endpoint.0);
+        others.chain([endpoint.clone()]).collect()
+    }
+
     /// Kills the gateway, as if its host had failed.
     pub fn kill_gateway(&mut self) {
         self.gateway.kill().unwrap();

@@ -27,6 +27,7 @@ use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::logs::Throttle;
 use rekindle_vm::overlays::OverlayDisksError;
 use rekindle_vm::qemu::OFF;
 use std::fs;
@@ -46,6 +47,9 @@ const LIBVIRT_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_LIBVIRT_DELAY: Duration = Duration::from_secs(5);
 /// Number of consecutive failures after which protection stops.
 const MAX_FAILURES: u32 = 3;
+/// Limit of the reports why the store cannot be written, in each period.
+const MAX_STORE_REPORTS: u32 = 5;
+const STORE_REPORT_PERIOD: Duration = Duration::from_secs(60);
 /// Delay between two checks whether the protector is to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -63,7 +67,9 @@ pub(super) struct ControlLoop<'a> {
     consecutive_failures: u32,
     /// Since when libvirt has not passed commands on.
     libvirt_away_since: Option<Instant>,
-    store_has_failed: bool,
+    /// Why the store cannot be written, without digits. `None`: it can be.
+    store_failure: Option<String>,
+    store_failure_reports: Throttle,
     output_is_held: bool,
 }
 
@@ -95,7 +101,8 @@ impl<'a> ControlLoop<'a> {
             newest_started: Instant::now(),
             consecutive_failures: 0,
             libvirt_away_since: None,
-            store_has_failed: false,
+            store_failure: None,
+            store_failure_reports: Throttle::new(MAX_STORE_REPORTS, STORE_REPORT_PERIOD),
             output_is_held: false,
         }
     }
@@ -183,7 +190,8 @@ impl<'a> ControlLoop<'a> {
         if self.libvirt_away_since.take().is_some() {
             let _ = fs::remove_file(session.target.rundir().unprotected());
         }
-        if std::mem::take(&mut self.store_has_failed) {
+        if self.store_failure.take().is_some() {
+            self.store_failure_reports = Throttle::new(MAX_STORE_REPORTS, STORE_REPORT_PERIOD);
             self.report(&ProtectEvent::StoreBack);
         }
         self.newest_started = started;
@@ -278,9 +286,7 @@ impl<'a> ControlLoop<'a> {
 
     fn after_store_failure(&mut self, target: &Target, error: StoreError) -> Result<LoopStep, ProtectError> {
         if error.may_pass() {
-            if !std::mem::replace(&mut self.store_has_failed, true) {
-                self.report(&ProtectEvent::StoreAway { error: with_causes(&error) });
-            }
+            self.report_store_failure(with_causes(&error));
             if matches!(error, StoreError::Closed { .. }) {
                 self.series.close_writer();
             }
@@ -354,6 +360,17 @@ impl<'a> ControlLoop<'a> {
     /// Reports why no checkpoint is possible for now.
     fn report_wait(&mut self, reason: String) {
         self.report(&ProtectEvent::Waiting { state: reason });
+    }
+
+    /// Reports why the store cannot be written, also if the cause changes: after a lost connection, the server may reject
+    /// the next one.
+    fn report_store_failure(&mut self, error: String) {
+        // Some errors contain a time, or how long a request took.
+        let failure: String = error.chars().filter(|c| !c.is_ascii_digit()).collect();
+        let previous = self.store_failure.replace(failure);
+        if previous != self.store_failure && self.store_failure_reports.admit(Instant::now()).is_some() {
+            self.report(&ProtectEvent::StoreAway { error });
+        }
     }
 
     /// Reports if the newest checkpoint is too old.

@@ -9,6 +9,7 @@ use comfy_table::{Table, presets};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_reboot::os::phase::{Candidate, candidates};
+use rekindle_store::types::utc;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::helpers::{self, HelperStatus};
 use rekindle_vm::host::Host;
@@ -137,9 +138,13 @@ fn candidate_line(candidate: &Candidate) -> String {
     let Some(taken_us) = taken_us else {
         return format!("# phase {name}: {}\n", unusable_because.as_deref().unwrap_or_default());
     };
-    let (size, age) = (output::bytes(*bytes), duration(timeline::host_us().saturating_sub(*taken_us)));
+    let size = output::bytes(*bytes);
+    let age = match timeline::host_us().checked_sub(*taken_us) {
+        Some(age_us) => format!("{} old", duration(age_us)),
+        None => format!("taken at {}, after the time of this host's clock", utc(*taken_us)),
+    };
     let usability = unusable_because.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
-    format!("# phase {name}: {size}, {age} old; {usability}\n")
+    format!("# phase {name}: {size}, {age}; {usability}\n")
 }
 
 /// Returns the QEMU that runs the guest, or is prepared for it.

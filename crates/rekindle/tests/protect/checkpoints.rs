@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 #[test]
 fn a_restore_yields_what_was_committed_with_every_policy() {
@@ -249,8 +249,9 @@ fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     assert!(ticked.starts_with("tick "));
 }
 
-/// Creates a certificate authority, and certificates for a server and a client.
-fn certificates(directory: &Path) {
+/// Creates a certificate authority, and certificates for a server and a client. That of the client is valid for `days` from now
+/// on, if that is limited. They replace earlier ones.
+pub fn certificates(directory: &Path, client_days: Option<u64>) {
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let key = KeyPair::generate().unwrap();
@@ -258,7 +259,10 @@ fn certificates(directory: &Path) {
     let issuer = Issuer::new(authority, key);
     for name in ["server", "client"] {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        if let Some(days) = client_days.filter(|_| name == "client") {
+            params.not_after = (SystemTime::now() + Duration::from_secs(days * 86_400)).into();
+        }
         let certificate = params.signed_by(&key, &issuer).unwrap();
         fs::write(directory.join(format!("{name}.pem")), certificate.pem()).unwrap();
         fs::write(directory.join(format!("{name}.key")), key.serialize_pem()).unwrap();
@@ -266,17 +270,23 @@ fn certificates(directory: &Path) {
 }
 
 /// A running `rekindle store serve`, killed on drop.
-struct Server {
+pub struct Server {
     child: Child,
-    address: String,
+    pub address: String,
 }
 
 impl Server {
     /// Starts the server on an address. Port 0 means any free port.
     fn start(lab: &Lab, tls: &Path, listen: &str) -> Self {
+        Self::start_with(lab, tls, listen, &[])
+    }
+
+    /// Starts the server as [`Self::start`] does, with additional environment variables.
+    pub fn start_with(lab: &Lab, tls: &Path, listen: &str, environment: &[(&str, String)]) -> Self {
         let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
         let mut serve = lab.command(["store", "serve", "--listen", listen, "--dir", &file("stores")]);
         serve.args(["--cert", &file("server.pem"), "--key", &file("server.key"), "--client-ca", &file("ca.pem")]);
+        serve.envs(environment.iter().map(|(name, value)| (name, value)));
         let mut child = serve.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -295,10 +305,10 @@ impl Drop for Server {
 
 /// Creates certificates in a directory of the lab. Returns the directory, and a client's arguments with its
 /// certificate.
-fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
+pub fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
     let tls = lab.path("tls");
     fs::create_dir(&tls).unwrap();
-    certificates(&tls);
+    certificates(&tls, None);
     let flags = [("--cert", "client.pem"), ("--key", "client.key"), ("--ca", "ca.pem")];
     let words = flags.iter().flat_map(|(flag, name)| [(*flag).to_owned(), tls.join(name).to_str().unwrap().to_owned()]);
     let words = words.collect();

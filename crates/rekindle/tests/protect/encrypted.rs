@@ -3,6 +3,7 @@
 use crate::common::device::run;
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::{Guest, Lab};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 #[test]
@@ -20,14 +21,32 @@ fn a_guest_is_restored_from_an_encrypted_store_with_its_key_only() {
     assert!(protector.child.wait().unwrap().success());
     let url = store.to_str().unwrap();
     lab.rekindle(["--json", "store", "verify", url, "--key-file", key]).ok();
+    let wrong = &new_key(&lab, "wrong.key");
+    let away = lab.path("away.key");
+    let away = away.to_str().unwrap();
+    // A protector needs its key when it starts only: then the file may be missing, or be another one.
+    let mut protector = Protector::start(&guest, &lab, &store, &["--key-file", key, "--every", "100ms"]);
+    protector.next_checkpoint();
+    fs::rename(key, away).unwrap();
+    protector.next_checkpoint();
+    fs::copy(wrong, key).unwrap();
+    let newest = protector.next_checkpoint()["number"].as_u64().unwrap();
+    protector.end();
+    let again = || lab.rekindle(["protect", "sealed", "--store", url, "--key-file", key, "--count", "1"]).status(1);
+    again().prints(&["sealed with the key", "add it to the key file"]);
+    fs::remove_file(key).unwrap();
+    again().prints(&["there is no key file", "copy it from a host that has it"]);
+    guest.assert_sound();
+    fs::rename(away, key).unwrap();
+    let newest = newest_of(&lab, url, key).max(newest);
     crash(&guest);
-    let wrong = lab.path("wrong.key");
-    let wrong = wrong.to_str().unwrap();
-    lab.rekindle(["store", "new-key", wrong]).ok();
+    let too_high = (newest + 1).to_string();
     for (arguments, words) in [
         (vec![], "--key-file"),
-        (vec!["--key-file", wrong], "not among those that were given"),
-        (vec!["--key-file", key, "--at-least-checkpoint", "4"], "checkpoint 4 is required"),
+        (vec!["--key-file", wrong.as_str()], "not among those that were given"),
+        (vec!["--key-file", away], "there is no key file"),
+        (vec!["--key-command", "exit 3"], "the key command (--key-command) has failed: exit status: 3"),
+        (vec!["--key-file", key, "--at-least-checkpoint", &too_high], "is required"),
     ] {
         let command = lab.command(["restore", "sealed", "--store", url].into_iter().chain(arguments));
         lab.finish(command).status(1).prints(&[words]);
@@ -35,12 +54,18 @@ fn a_guest_is_restored_from_an_encrypted_store_with_its_key_only() {
     // The pager reads the key again.
     let command = format!("cat {key}");
     let restored = restore(&guest, &store, &["--key-command", &command]);
-    assert_eq!(restored["checkpoint"], 3);
+    assert_eq!(restored["checkpoint"], newest);
     assert_eq!(guest.boot_id(), boot);
     guest.verify();
     wait_filled(&guest);
     guest.verify();
     guest.assert_sound();
+}
+
+/// Returns the number of the newest checkpoint of a store.
+fn newest_of(lab: &Lab, url: &str, key: &str) -> u64 {
+    let listing = lab.rekindle(["--json", "store", "ls", url, "--key-file", key]).ok().json();
+    listing["checkpoints"].as_array().unwrap().last().unwrap()["number"].as_u64().unwrap()
 }
 
 /// Creates a key, and returns the path of its file.
@@ -88,7 +113,7 @@ fn a_host_that_knows_an_encrypted_store_accepts_no_older_or_other_one_until_it_f
     // The knowledge outlives the run directory, as it outlives a reboot of the host.
     crash(&guest);
     let newest = lab.path("newest");
-    std::fs::rename(&store, &newest).unwrap();
+    fs::rename(&store, &newest).unwrap();
     run("cp", &["-a", old.to_str().unwrap(), url]);
     let with_key = ["--key-file", key];
     for (url, credentials, words) in [

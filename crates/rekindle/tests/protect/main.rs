@@ -6,6 +6,7 @@
 mod common;
 
 mod checkpoints;
+mod clocks;
 mod commits;
 mod creating;
 mod encrypted;

@@ -2,6 +2,7 @@
 
 use super::schedule::{JobId, Need, Schedule};
 use super::waiting::waiting_need;
+use crate::types::{now_us, utc};
 use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt};
 use object_store::path::Path;
@@ -133,7 +134,7 @@ impl Bucket {
                 Created::Taken => return Err(io::ErrorKind::AlreadyExists.into()),
                 Created::Unknown(e) if attempts == CREATE_ATTEMPTS || !may_pass(&e) => {
                     // Even a clear rejection can follow an attempt of the client that had no answer.
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, e));
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, io_error(e)));
                 }
                 Created::Unknown(_) => {
                     tokio::time::sleep(CREATE_DELAY * attempts).await;
@@ -326,11 +327,14 @@ async fn exactly(found: GetResult, len: u64) -> io::Result<Bytes> {
 }
 
 fn io_error(error: Error) -> io::Error {
+    let text = brief(&error);
+    if let Some(hint) = clock_hint(&text) {
+        return io::Error::other(format!("{hint}: {text}"));
+    }
     if matches!(error, Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) {
         let what = format!(
             "the object store denies access; check the AWS_ variables (also those of the environment file) and the user's rights: \
-             {}",
-            brief(&error)
+             {text}"
         );
         return io::Error::other(what);
     }
@@ -341,7 +345,27 @@ fn io_error(error: Error) -> io::Error {
         Error::NotSupported { .. } | Error::NotImplemented { .. } => io::ErrorKind::Unsupported,
         _ => io::ErrorKind::TimedOut,
     };
-    io::Error::new(kind, brief(&error))
+    io::Error::new(kind, text)
+}
+
+/// Codes of S3 for a request whose time differs too much from the server's.
+const WRONG_TIME: [&str; 2] = ["RequestTimeTooSkewed", "RequestExpired"];
+/// Texts of `rustls` about a certificate that is not valid at this time.
+const NOT_VALID_NOW: [&str; 2] = ["certificate expired", "certificate not valid yet"];
+
+/// Returns what to do about an error that a wrong clock can cause.
+fn clock_hint(text: &str) -> Option<String> {
+    let now = utc(now_us());
+    if WRONG_TIME.iter().any(|code| text.contains(code)) {
+        return Some(format!(
+            "the object store rejects requests because its clock differs from this machine's ({now}); set the clock that is wrong"
+        ));
+    }
+    NOT_VALID_NOW.iter().any(|part| text.contains(part)).then(|| {
+        format!(
+            "the object store's certificate is not valid at the time of this machine ({now}); renew it, or set this machine's clock"
+        )
+    })
 }
 
 /// Describes an error with its causes. Of an answer of the server, it has the code only: others may repeat the request, with
@@ -375,6 +399,14 @@ mod tests {
         let error = Error::Generic { store: "S3", source: answer.into() };
         let text = io_error(error).to_string();
         assert!(text.contains("403 Forbidden: SignatureDoesNotMatch") && !text.contains("secret"), "{text}");
+        let denied = |code: &str| {
+            let source = format!("403 Forbidden: <Error><Code>{code}</Code><Token>secret</Token></Error>").into();
+            io_error(Error::PermissionDenied { path: "web/log/7".into(), source }).to_string()
+        };
+        let text = denied("RequestTimeTooSkewed");
+        assert!(text.contains("set the clock") && !text.contains("AWS_") && !text.contains("secret"), "{text}");
+        let text = denied("AccessDenied");
+        assert!(text.contains("AWS_") && !text.contains("clock") && !text.contains("secret"), "{text}");
         let without_code = Error::Generic { store: "S3", source: "502: <html>token</html>".into() };
         let text = io_error(without_code).to_string();
         assert!(text.contains("502") && !text.contains("token"), "{text}");

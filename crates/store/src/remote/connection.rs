@@ -4,7 +4,7 @@
 //! length of the payload (4) | type (1) | payload
 //! ```
 
-use super::identity::explain;
+use super::identity::LocalEnd;
 use super::protocol::{Failure, Kind};
 use crate::credentials::Identity;
 use crate::error::{ConnectionError, Result, StoreError};
@@ -42,8 +42,8 @@ const MAX_WORK: Duration = Duration::from_secs(3600);
 const MAX_STORE_WORK: Duration = Duration::from_secs(24 * 3600);
 
 /// Converts an error of the connection's streams.
-fn connection_error(e: io::Error) -> ConnectionError {
-    if let Some(explained) = explain(&e) {
+fn connection_error(e: io::Error, end: &LocalEnd) -> ConnectionError {
+    if let Some(explained) = end.explain(&e) {
         return explained;
     }
     let e = match e.downcast::<ConnectionError>() {
@@ -184,6 +184,7 @@ pub(crate) struct Connection {
     max_silence_in_frame: Duration,
     /// Bytes per second that must be transferred after `max_silence_in_frame`.
     min_bytes_per_second: u64,
+    end: LocalEnd,
 }
 
 /// Header of a frame.
@@ -237,20 +238,22 @@ impl fmt::Debug for Connection {
 impl Connection {
     /// Connects to a server, including the TLS handshake.
     pub fn connect(server: &Remote, identity: Option<&Identity>) -> std::result::Result<Self, ConnectionError> {
-        let config = identity.ok_or(ConnectionError::NoIdentity)?.client()?;
+        let identity = identity.ok_or(ConnectionError::NoIdentity)?;
+        let (config, end) = (identity.client()?, LocalEnd::client(&identity.cert));
         let host = server.host.clone();
         let name = ServerName::try_from(host.clone()).map_err(|_| ConnectionError::Host { host: host.clone() })?;
         let tcp = connect_tcp(server)?;
         let connection = ClientConnection::new(config, name).map_err(|e| ConnectionError::protocol(e.to_string()))?;
         let mut stream = StreamOwned::new(connection, TimedStream::new(tcp)?);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(connection_error)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(|e| connection_error(e, &end))?;
         }
         Ok(Self {
             stream: Box::new(stream),
             max_silence: MAX_SILENCE,
             max_silence_in_frame: MAX_SILENCE,
             min_bytes_per_second: MIN_BYTES_PER_SECOND,
+            end,
         })
     }
 
@@ -258,6 +261,7 @@ impl Connection {
     pub fn accept(
         tcp: TcpStream,
         config: Arc<ServerConfig>,
+        end: LocalEnd,
         max_silence: Duration,
     ) -> std::result::Result<Self, ConnectionError> {
         let connection = ServerConnection::new(config).map_err(|e| ConnectionError::protocol(e.to_string()))?;
@@ -265,13 +269,14 @@ impl Connection {
         let greeting = max_silence.min(CONNECT_TIMEOUT);
         stream.sock.begin(greeting, greeting);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(connection_error)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(|e| connection_error(e, &end))?;
         }
         Ok(Self {
             stream: Box::new(stream),
             max_silence,
             max_silence_in_frame: max_silence,
             min_bytes_per_second: MIN_BYTES_PER_SECOND,
+            end,
         })
     }
 
@@ -305,7 +310,7 @@ impl Connection {
         }
         let time_limit = self.time_limit(len as usize);
         self.stream.timed().begin(self.max_silence_in_frame, time_limit);
-        self.write_parts(&front, separate_parts).map_err(connection_error)
+        self.write_parts(&front, separate_parts).map_err(|e| connection_error(e, &self.end))
     }
 
     fn write_parts(&mut self, front: &[u8], parts: &[&[u8]]) -> io::Result<()> {
@@ -319,13 +324,13 @@ impl Connection {
     #[cfg(test)]
     pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), ConnectionError> {
         self.stream.timed().begin(MAX_SILENCE, MAX_SILENCE);
-        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(connection_error)
+        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(|e| connection_error(e, &self.end))
     }
 
     #[cfg(test)]
     pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, ConnectionError> {
         self.stream.timed().begin(MAX_SILENCE, MAX_SILENCE);
-        self.stream.read(bytes).map_err(connection_error)
+        self.stream.read(bytes).map_err(|e| connection_error(e, &self.end))
     }
 
     /// Sends only the header of a frame.
@@ -380,7 +385,7 @@ impl Connection {
                     received += count;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(connection_error(e)),
+                Err(e) => return Err(connection_error(e, &self.end)),
             }
         }
         FrameHeader::decode(header).map(Some)
@@ -391,7 +396,8 @@ impl Connection {
         let mut payload = Vec::new();
         let time_limit = self.time_limit(len);
         self.stream.timed().begin(self.max_silence_in_frame, time_limit);
-        (&mut self.stream).take(len as u64).read_to_end(&mut payload).map_err(connection_error)?;
+        let read = (&mut self.stream).take(len as u64).read_to_end(&mut payload);
+        read.map_err(|e| connection_error(e, &self.end))?;
         if payload.len() == len { Ok(payload) } else { Err(ConnectionError::Closed) }
     }
 

@@ -21,6 +21,9 @@ use std::sync::mpsc::Receiver;
 
 /// Digests that one request asks for. A digest has 8 bytes, so the answer has 64 kB.
 const DIGESTS_PER_REQUEST: u64 = 8000;
+/// Requests for digests that are sent before the first answer, so that the latency counts once for all of them: 2 GiB of
+/// memory. The requests, without their answers, fit into the buffer of a connection.
+const DIGEST_REQUESTS_IN_FLIGHT: usize = 64;
 
 /// A block whose digests the client has.
 #[derive(Debug)]
@@ -38,6 +41,11 @@ struct OpenCheckpoint {
     sent: Vec<Record>,
     /// Error because of which the checkpoint cannot be committed.
     failure: Option<StoreError>,
+}
+
+/// Returns the number of digests in the request from page `first` on, of a block with this number of pages.
+fn digests_from(first: u64, pages: u64) -> u64 {
+    (pages - first).min(DIGESTS_PER_REQUEST)
 }
 
 /// A client that writes to a store on a server.
@@ -203,20 +211,27 @@ impl WriteSession {
     fn request_digests(&mut self, number: u16, pages: u64) -> Result<PageDigests> {
         let digests = PageDigests::new(pages);
         let store = self.store.clone();
-        let mut first = 0;
-        while first < pages {
-            let count = (pages - first).min(DIGESTS_PER_REQUEST);
-            let range = DigestRange { block: number, first, count }.encode();
-            let answer = self.connected()?.ask(&store, Kind::Digests, &[&range], Kind::Bytes)?;
-            // A block that was never stored has no digests on the server: all its pages are zero.
-            if answer.is_empty() {
+        let connection = self.connected()?;
+        let failed = |source| StoreError::Connection { store: store.clone(), doing: Kind::Digests.doing(), source };
+        let firsts: Vec<u64> = (0..pages).step_by(DIGESTS_PER_REQUEST as usize).collect();
+        for together in firsts.chunks(DIGEST_REQUESTS_IN_FLIGHT) {
+            for first in together {
+                let range = DigestRange { block: number, first: *first, count: digests_from(*first, pages) }.encode();
+                connection.send(Kind::Digests, &[&range]).map_err(failed)?;
+            }
+            let mut is_stored = true;
+            for first in together {
+                let answer = connection.answer(&store, Kind::Digests.doing(), Kind::Bytes)?;
+                // A block that was never stored has no digests on the server: all its pages are zero.
+                is_stored &= !answer.is_empty();
+                let mut reader = Reader::new(&answer);
+                for page in *first..*first + digests_from(*first, pages) {
+                    digests.set(page, reader.u64().unwrap_or(0));
+                }
+            }
+            if !is_stored {
                 break;
             }
-            let mut reader = Reader::new(&answer);
-            for page in first..first + count {
-                digests.set(page, reader.u64().unwrap_or(0));
-            }
-            first += count;
         }
         Ok(digests)
     }

@@ -9,8 +9,8 @@ mod write;
 use super::connection::{Connection, MAX_SILENCE};
 use crate::credentials::Identity;
 use crate::error::ConnectionError;
+use crate::remote::identity::ServerTls;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustls::ServerConfig;
 use std::collections::HashMap;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -67,7 +67,7 @@ impl Default for Timeouts {
 #[derive(Debug)]
 pub struct Server {
     listener: TcpListener,
-    config: Arc<ServerConfig>,
+    tls: ServerTls,
     directory: PathBuf,
     timeouts: Timeouts,
     shared: Arc<Shared>,
@@ -106,7 +106,7 @@ impl Server {
     /// # Errors
     /// [`ServeError::Identity`], [`ServeError::Directory`], [`ServeError::Listen`].
     pub fn bind(address: &str, directory: &Path, identity: &Identity) -> Result<Self, ServeError> {
-        let config = identity.server()?;
+        let tls = ServerTls::new(identity)?;
         std::fs::create_dir_all(directory)
             .map_err(|source| ServeError::Directory { path: directory.to_owned(), source })?;
         let failed = |source| ServeError::Listen { address: address.to_owned(), source };
@@ -114,7 +114,7 @@ impl Server {
         listener.set_nonblocking(true).map_err(failed)?;
         Ok(Self {
             listener,
-            config,
+            tls,
             directory: directory.to_owned(),
             timeouts: Timeouts::default(),
             shared: Arc::default(),
@@ -190,7 +190,7 @@ impl Server {
         }
         // The server may have been stopped since it accepted the client.
         if !self.shared.stop.load(Ordering::SeqCst) {
-            let accepted = Connection::accept(tcp, self.config.clone(), self.timeouts.within);
+            let accepted = Connection::accept(tcp, self.tls.config(), self.tls.local_end(), self.timeouts.within);
             match accepted.and_then(|connection| greeting::serve(connection, &self.directory, self.timeouts)) {
                 Ok(()) => tracing::debug!("{address}: disconnected"),
                 Err(e) => {

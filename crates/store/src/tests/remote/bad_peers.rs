@@ -5,6 +5,7 @@ use crate::admin;
 use crate::error::StoreError;
 use crate::reader::Image;
 use crate::remote::connection::Connection;
+use crate::remote::identity::LocalEnd;
 use crate::remote::protocol::{CheckpointRequest, Hello, Kind, Purpose, VERSION};
 use crate::remote::server::Timeouts;
 use crate::remote::{ConnectionError, Identity};
@@ -44,8 +45,9 @@ fn connected_pair(within: Duration) -> (Connection, Connection) {
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let config = server.server().unwrap();
-    let accepted = thread::spawn(move || Connection::accept(listener.accept().unwrap().0, config, within).unwrap());
+    let (config, end) = (server.server().unwrap(), LocalEnd::server(&server.cert));
+    let accept = move || Connection::accept(listener.accept().unwrap().0, config, end, within).unwrap();
+    let accepted = thread::spawn(accept);
     let client = connect_and_greet(address, &client, None);
     (accepted.join().unwrap(), client)
 }

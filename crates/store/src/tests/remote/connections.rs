@@ -7,11 +7,12 @@ use crate::error::StoreError;
 use crate::reader::{Image, ReadOptions};
 use crate::remote::server::{Server, Timeouts};
 use crate::remote::{ConnectionError, Identity, SpareConnections};
-use crate::tests::model::{owner_of, vm};
+use crate::tests::model::{block, content, owner_of, vm};
 use crate::types::{Guest, OnlyIf, Owner};
 use crate::url::StoreUrl;
 use crate::writer::Writer;
 use rekindle_pages::{PAGE_SIZE, PageNo};
+use serde_json::json;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
@@ -81,6 +82,24 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
     assert!(owner_of(&e).is_some_and(|(_, _, operation)| operation == "restore web"), "{e}");
 }
 
+/// A writer that connects knows every page that the server has, also of a block whose digests need several requests.
+#[test]
+fn pages_that_the_server_has_are_not_sent_again_by_the_next_writer() {
+    const PAGES: [u64; 4] = [0, 7999, 8000, 19_999];
+    let authority = Authority::new("ours");
+    let directory = tempfile::tempdir().unwrap();
+    let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
+    let running = RunningServer::new(directory.path(), &server, Timeouts::default());
+    let contents = PAGES.map(|page| (PageNo(page), content(page + 1)));
+    for expected in [(4, 0), (0, 4)] {
+        let mut writer = Writer::open(&url(running.address, "web"), &options(&client, "protect web")).unwrap();
+        let mut checkpoint = writer.begin(&[block("ram", 20_000), block("rom", 3)]).unwrap();
+        checkpoint.pages(RAM, contents.iter().map(|(page, content)| (*page, content))).unwrap();
+        let pages = checkpoint.commit(&json!({"name": "web"}), &json!({}), &[7; 5000]).unwrap().pages;
+        assert_eq!((pages.stored, pages.unchanged), expected);
+    }
+}
+
 #[test]
 fn a_spare_connection_is_used_once_and_for_its_server_only() {
     let authority = Authority::new("ours");
@@ -136,7 +155,7 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
         ),
         // The server's certificate is signed by another authority.
         (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the configured authority", "--ca"]),
-        (Some(ours.sign("client", 2001)), ["certificate has expired", "renew"]),
+        (Some(ours.sign("client", 2001)), ["client-2001.pem has expired", "renew it, or set the clock of the server"]),
         (Some(Identity { cert: "/nowhere.pem".into(), ..client.clone() }), ["/nowhere.pem", "certificate"]),
         (Some(Identity { key: good.key.clone(), ..client.clone() }), ["client-2100.pem", "key"]),
         (Some(Identity { ca: client.key.clone(), ..client.clone() }), ["client-2100.key", "certificate"]),
@@ -144,7 +163,9 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
         let text = message(&store_url, identity);
         assert!(words.iter().all(|word| text.contains(word)), "{text} has not {words:?}");
     }
-    for (name, year, words) in [("elsewhere", 2100, "for another name"), ("127.0.0.1", 2001, "has expired")] {
+    for (name, year, words) in
+        [("elsewhere", 2100, "for another name"), ("127.0.0.1", 2001, "has expired at 2001-01-01")]
+    {
         let running = RunningServer::new(directory.path(), &ours.sign(name, year), Timeouts::default());
         let text = message(&url(running.address, "web"), Some(client.clone()));
         assert!(text.contains(words), "{text}");
