@@ -47,10 +47,15 @@ impl Process {
         Self::of(std::process::id())
     }
 
-    /// Returns whether this process still runs, rather than another one with its number. A zombie does not run.
+    /// Returns whether this process still runs, rather than another one with its number. A zombie does not run. A process
+    /// about which nothing can be found out, because no descriptor is free, counts as running: what belongs to it must not be
+    /// removed.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        matches!(stat(self.pid), Ok((state, started)) if started == self.started && !matches!(state, b'Z' | b'X'))
+        match stat(self.pid) {
+            Ok((state, started)) => started == self.started && !matches!(state, b'Z' | b'X'),
+            Err(e) => !is_gone(&e),
+        }
     }
 
     /// Opens a pidfd of this process.
@@ -63,6 +68,7 @@ impl Process {
         // Checked after the open: from then on the descriptor cannot refer to another process.
         match stat(self.pid) {
             Ok((_, started)) if started == self.started => Ok(fd),
+            Err(e) if !is_gone(&e) => Err(e),
             _ => Err(self.gone()),
         }
     }
@@ -285,6 +291,26 @@ mod tests {
         child.wait().unwrap();
         process.kill().unwrap();
         assert!(process.pidfd().is_err());
+    }
+
+    #[test]
+    fn without_a_free_descriptor_a_process_does_not_count_as_ended() {
+        let this = Process::current().unwrap();
+        // SAFETY: the child reads a file and ends.
+        match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Child => {
+                let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
+                let limited = rustix::process::setrlimit(rustix::process::Resource::Nofile, none).is_ok();
+                let is_right = limited && fs::read("/proc/self/stat").is_err() && this.is_alive();
+                let is_error = this.wait_end(Duration::ZERO).is_err() && this.kill().is_err();
+                // SAFETY: the call does not return and takes no pointer.
+                unsafe { libc::_exit(i32::from(!(is_right && is_error))) }
+            }
+            nix::unistd::ForkResult::Parent { child } => {
+                let status = nix::sys::wait::waitpid(child, None).unwrap();
+                assert_eq!(status, nix::sys::wait::WaitStatus::Exited(child, 0));
+            }
+        }
     }
 
     #[test]
