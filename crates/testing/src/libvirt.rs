@@ -157,6 +157,11 @@ impl PrivateLibvirt {
         self.virsh(&["uri"]);
     }
 
+    /// Starts the daemon. Another process may kill it at any time.
+    pub fn launch_daemon(&self) {
+        start_libvirtd();
+    }
+
     /// Returns the daemon; `None` if it does not run.
     pub fn daemon(&self) -> Option<Process> {
         process_in(Path::new(LIBVIRTD_PID_FILE))

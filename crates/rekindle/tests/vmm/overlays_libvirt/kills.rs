@@ -130,13 +130,16 @@ fn a_protector_continues_after_the_daemon_was_killed_around_a_mark_and_a_merge()
         let mut protector =
             Protector::start_with(guest, &lab, &store, &arguments, &[("REKINDLE_FAULT", fault.as_str())]);
         wait_for("the daemon to be killed", DEADLINE, || (!daemon.is_alive()).then_some(()));
-        libvirt.start_daemon();
+        libvirt.launch_daemon();
         // Each later pass kills a daemon again, so another protector continues.
         let _ = protector.child.kill();
         let _ = protector.child.wait();
-        if libvirt.daemon().is_none_or(|daemon| !daemon.is_alive()) {
-            libvirt.start_daemon();
-        }
+        wait_for("a daemon that the protector has not killed", DEADLINE, || {
+            if libvirt.daemon().is_none() {
+                libvirt.launch_daemon();
+            }
+            libvirt.try_virsh(&["uri"]).ok()
+        });
         let protected = protect(&lab, "dom", &store, &[&OVERLAYS[..], &["--count", "2"]].concat());
         assert_eq!(protected.len(), 2, "{point}");
         attached.assert_fenced("vda");
