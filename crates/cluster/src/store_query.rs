@@ -3,7 +3,7 @@
 use crate::outcome::StartError;
 use crate::resource::Resource;
 use rekindle_store::listing::Listing;
-use rekindle_store::{StoreError, admin};
+use rekindle_store::{StoreError, admin, without_retries};
 use std::error::Error;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub(crate) fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
     let mut is_reported = false;
     loop {
-        match find(resource) {
+        match without_retries(|| find(resource)) {
             Err(e) if e.is_transient() && Instant::now() < deadline => {
                 if !std::mem::replace(&mut is_reported, true) {
                     let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);

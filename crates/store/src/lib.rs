@@ -78,6 +78,7 @@ pub use environment_file::EnvironmentFile;
 pub use error::{Result, StoreError};
 pub use objects::schedule::Need;
 pub use objects::waiting::wait_as;
+pub use objects::without_retries;
 pub use reader::{Image, ReadOptions};
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

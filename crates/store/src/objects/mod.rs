@@ -32,6 +32,8 @@ pub mod schedule;
 mod settings;
 pub(crate) mod waiting;
 
+pub use settings::without_retries;
+
 use crate::disk::Disk;
 use crate::environment_file::Variables;
 use crate::format::names;

@@ -4,6 +4,7 @@
 use crate::environment_file::Variables;
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::{BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::sync::{Arc, Once};
@@ -16,6 +17,29 @@ const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 /// Time after which a request is not tried again.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_RETRIES: usize = 10;
+/// Time limit of a request in [`without_retries`], unless `AWS_TIMEOUT` sets another one.
+const SINGLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+thread_local! {
+    /// Object stores that this thread opens do not repeat failed requests.
+    static WITHOUT_RETRIES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Restores the previous state on drop, also during a panic.
+struct Restored(bool);
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        WITHOUT_RETRIES.set(self.0);
+    }
+}
+
+/// Does `work` with stores that it opens, whose failed requests are not repeated: for a caller that repeats `work` until a
+/// deadline of its own.
+pub fn without_retries<T>(work: impl FnOnce() -> T) -> T {
+    let _restored = Restored(WITHOUT_RETRIES.replace(true));
+    work()
+}
 
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, error)
@@ -28,10 +52,14 @@ pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectSto
         // An error means that the process has chosen a provider before.
         let _ = rustls::crypto::ring::default_provider().install_default();
     });
-    let retry =
-        RetryConfig { backoff: BackoffConfig::default(), max_retries: MAX_RETRIES, retry_timeout: RETRY_TIMEOUT };
+    let without_retries = WITHOUT_RETRIES.get();
+    let max_retries = if without_retries { 0 } else { MAX_RETRIES };
+    let retry = RetryConfig { backoff: BackoffConfig::default(), max_retries, retry_timeout: RETRY_TIMEOUT };
     let mut builder = AmazonS3Builder::new();
     let mut options = ClientOptions::default();
+    if without_retries {
+        options = options.with_timeout(SINGLE_TIMEOUT);
+    }
     for (name, value) in merged(env::vars_os(), file) {
         let key = name.to_ascii_lowercase();
         if let Some(Ok(key)) = key.strip_prefix("aws_").map(str::parse::<ClientConfigKey>) {
