@@ -160,11 +160,12 @@ pub fn configuration_commands(configured: &Configured<'_>, parameters: &[(&str, 
     )
 }
 
-/// Returns the store and the options of `rekindle store init`. A store on a server needs the node's certificate.
+/// Returns the store and the options of `rekindle store init`. A store on a server needs the node's certificate, and one
+/// in an object store its variables.
 fn store_arguments(parameters: &[(&str, String)]) -> String {
     let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quote(url)).unwrap_or_default();
-    let tls_files = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
-    tls_files.fold(store, |arguments, (key, file)| format!("{arguments} --{key} {}", quote(file)))
+    let files = parameters.iter().filter(|(key, _)| ["cert", "key", "ca", "environment_file"].contains(key));
+    files.fold(store, |arguments, (key, file)| format!("{arguments} --{} {}", key.replace('_', "-"), quote(file)))
 }
 
 /// Returns a line for each of [`OPERATIONS`], which begins with `prefix`; without those of a move, unless `can_move`.
@@ -204,6 +205,10 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
+        let parameters = [("store", "s3://b/web".into()), ("environment_file", "/s3.env".into())];
+        let text = configuration_commands(&own, &parameters);
+        let init = "#   rekindle store init s3://b/web --environment-file /s3.env\n";
+        assert!(text.contains(init), "{init} is not in:\n{text}");
     }
 
     #[test]

@@ -57,6 +57,7 @@ impl CredentialPaths {
             tls: tls.map(TlsPaths::identity),
             keys: keys.cloned(),
             environment_file: file.map(|path| EnvironmentFile::new(path)),
+            ..Credentials::default()
         }
     }
 
@@ -84,7 +85,7 @@ mod tests {
             (None, None, environment.clone(), r#"{"tls":null,"keys":null,"environment_file":"/s3.env"}"#),
             (None, file, environment, r#"{"tls":null,"keys":{"file":"/keys"},"environment_file":"/s3.env"}"#),
         ] {
-            let credentials = Credentials { tls, keys, environment_file };
+            let credentials = Credentials { tls, keys, environment_file, ..Credentials::default() };
             let paths = CredentialPaths::of(&credentials).unwrap();
             let json = serde_json::to_string(&paths).unwrap();
             assert_eq!(json, expected);

@@ -22,6 +22,17 @@ pub struct Credentials {
     pub keys: Option<KeySource>,
     /// Variables of an object store, in addition to those of the environment.
     pub environment_file: Option<EnvironmentFile>,
+    pub retries: Retries,
+}
+
+/// Whether the client of an object store repeats requests that have failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Retries {
+    /// For some seconds.
+    #[default]
+    Usual,
+    /// Never: for a caller that repeats its work until a deadline of its own.
+    Never,
 }
 
 impl Credentials {

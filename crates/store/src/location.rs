@@ -53,7 +53,8 @@ impl<'a> Location<'a> {
                     |e| StoreError::io(&address.to_string(), "", "reading the settings of the object store", e);
                 let file = credentials.and_then(|credentials| credentials.environment_file.as_ref());
                 let variables = file.map(EnvironmentFile::variables).transpose()?.unwrap_or_default();
-                Arc::new(ObjectDisk::new(address, &variables).map_err(failed)?)
+                let retries = credentials.map_or(Retries::default(), |credentials| credentials.retries);
+                Arc::new(ObjectDisk::new(address, &variables, retries).map_err(failed)?)
             }
         };
         let keys = keys.map(KeySource::keys).transpose()?;

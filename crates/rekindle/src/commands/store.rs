@@ -40,7 +40,8 @@ pub(super) fn credentials(arguments: &StoreCredentials) -> Option<Credentials> {
     };
     let keys = key_file.map(KeySource::File).or(key_command.map(KeySource::Command));
     let environment_file = environment_file.as_deref().map(EnvironmentFile::new);
-    Some(Credentials { tls, keys, environment_file }).filter(|credentials| *credentials != Credentials::default())
+    let credentials = Credentials { tls, keys, environment_file, ..Credentials::default() };
+    Some(credentials).filter(|credentials| *credentials != Credentials::default())
 }
 
 pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
