@@ -182,7 +182,10 @@ mod tests {
     #[test]
     fn an_error_for_want_of_descriptors_names_the_limit() {
         let named = |errno| chain(&io::Error::from_raw_os_error(errno)).contains("(RLIMIT_NOFILE)");
-        assert_eq!([Errno::MFILE, Errno::NFILE, Errno::NOENT].map(|errno| named(errno.raw_os_error())), [true, false, false]);
+        assert_eq!(
+            [Errno::MFILE, Errno::NFILE, Errno::NOENT].map(|errno| named(errno.raw_os_error())),
+            [true, false, false]
+        );
     }
 
     #[test]

@@ -75,9 +75,11 @@ impl fmt::Display for Helper {
 /// A process of a helper that a signal has stopped (`SIGSTOP`). What it serves waits until it continues or is killed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoppedHelper {
+    /// The helper that cannot serve.
     pub helper: Helper,
     /// The process is the broker of the helper.
     pub is_broker: bool,
+    /// The process that is stopped.
     pub process: Process,
 }
 

@@ -31,11 +31,13 @@ fn rekindle_with_limit(lab: &Lab, limit: u64, arguments: &[&str]) -> CommandResu
     lab.finish(command)
 }
 
-/// Limits the open files of a running process to those that it has, and `spare` more.
+/// Limits the open files of a running process so that it can open only about `spare` more: fewer than the numbers below the
+/// limit that are free.
 fn limit_to_open_files(process: Process, spare: u64) {
     let open = fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap();
-    let highest: u64 = open.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok()).max().unwrap();
-    set_limit(process, highest + 1 + spare);
+    let open: Vec<u64> = open.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok()).collect();
+    let lowest_free = (0..).find(|number| !open.contains(number)).unwrap();
+    set_limit(process, lowest_free + spare);
 }
 
 fn set_limit(process: Process, limit: u64) {
@@ -88,7 +90,7 @@ fn a_command_with_too_low_a_limit_of_open_files_names_it_and_changes_nothing() {
             "none",
             "--key",
             "none",
-            "--ca",
+            "--client-ca",
             "none",
         ],
     ];
@@ -197,17 +199,26 @@ fn a_protector_and_a_disk_server_that_run_out_of_descriptors_lose_no_commit_and_
     let server = server(&guest).expect("a server");
     limit_to_open_files(server, 0);
     guest.ask("write vda 10 20 3");
-    guest.ask("drop-caches");
-    assert_eq!(read(&guest, 0, 64), digest(&image, 0, 64));
+    // With a redo log, the image does not have the newest content.
+    let written = read(&guest, 0, 64);
+    assert_ne!(written, digest(&image, 0, 64));
+    let assert_written = || {
+        guest.wait_ready();
+        assert_eq!(guest.boot_id(), boot);
+        guest.verify();
+        guest.ask("drop-caches");
+        assert_eq!(read(&guest, 0, 64), written);
+    };
+    assert_written();
     set_limit(server, ENOUGH);
     guest.warm(&[]);
-    assert_kept(&guest, &image, &boot);
+    assert_written();
     let mut next = Protector::start(&guest, &lab, &store, &["--every", "50ms", "--count", "1"]);
     assert!(next.wait("checkpoint")["number"].as_u64().unwrap() > committed);
     assert!(next.child.wait().unwrap().success());
     crash(&guest);
     restore(&guest, &store, &[]);
     wait_filled(&guest);
-    assert_kept(&guest, &image, &boot);
+    assert_written();
     guest.assert_sound();
 }
