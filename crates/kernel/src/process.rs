@@ -73,26 +73,6 @@ impl Process {
         }
     }
 
-    /// Returns the other processes of the session that this process leads: those that it has started, and those that they have
-    /// started, which made no session of their own.
-    ///
-    /// # Errors
-    /// Errors of reading `/proc`.
-    pub fn session(&self) -> io::Result<Vec<Self>> {
-        let mut processes = Vec::new();
-        for entry in fs::read_dir("/proc")? {
-            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-            // Kernel threads have session 0.
-            let session = getsid(Some(nix::unistd::Pid::from_raw(pid.cast_signed())));
-            let is_in_session = session.is_ok_and(|leader| leader.as_raw().cast_unsigned() == self.pid);
-            if is_in_session && pid != self.pid {
-                // A process that has just ended is none.
-                processes.extend(Self::of(pid));
-            }
-        }
-        Ok(processes)
-    }
-
     /// Sends `SIGTERM`. A process that has ended already is no error.
     ///
     /// # Errors
@@ -163,6 +143,17 @@ impl Process {
             }
         }
         count > 0
+    }
+
+    /// Returns the other processes of the session that this process leads: processes that it has started, and their
+    /// children.
+    ///
+    /// # Errors
+    /// `NotFound` if `/proc` is not mounted.
+    pub fn others_in_session(&self) -> io::Result<Vec<Self>> {
+        let numbers = fs::read_dir("/proc")?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let is_other = |pid: &u32| *pid != self.pid && session(*pid) == Some(self.pid);
+        Ok(numbers.filter(is_other).filter_map(|pid| Self::of(pid).ok()).collect())
     }
 
     fn gone(&self) -> io::Error {
@@ -251,6 +242,13 @@ fn stat(pid: u32) -> io::Result<(u8, u64)> {
     parse_stat(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is odd")))
 }
 
+/// Returns the number of the process that leads the session of another process (field 6 of `/proc/PID/stat`).
+fn session(pid: u32) -> Option<u32> {
+    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = text.iter().rposition(|&byte| byte == b')')?;
+    std::str::from_utf8(text.get(end + 1..)?).ok()?.split_ascii_whitespace().nth(6 - 3)?.parse().ok()
+}
+
 /// Parses a line of `/proc/PID/stat`. The command (field 2) may contain spaces and brackets, so fields count from the
 /// *last* `)`.
 fn parse_stat(text: &[u8]) -> Option<(u8, u64)> {
@@ -314,17 +312,24 @@ mod tests {
     }
 
     #[test]
-    fn a_session_has_the_children_of_its_leader() {
+    fn the_processes_of_a_session_are_found_and_show_whether_they_are_stopped() {
         let mut command = Command::new("sh");
-        command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(std::process::Stdio::piped());
-        let mut leader = crate::spawn::detach(&mut command).spawn().unwrap();
-        let mut line = String::new();
-        std::io::BufRead::read_line(&mut io::BufReader::new(leader.stdout.take().unwrap()), &mut line).unwrap();
-        let child = Process::of(line.trim().parse().unwrap()).unwrap();
-        let session = Process::of(leader.id()).unwrap().session().unwrap();
-        child.kill().unwrap();
-        leader.wait().unwrap();
-        assert_eq!(session, [child]);
+        crate::spawn::detach(command.args(["-c", "sleep 1000 & wait"]));
+        let mut child = command.spawn().unwrap();
+        let leader = Process::of(child.id()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let member = loop {
+            if let Some(member) = leader.others_in_session().unwrap().first() {
+                break *member;
+            }
+            assert!(Instant::now() < deadline, "no process in its session");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(member.stop_fully(Duration::from_secs(10)).unwrap() && !leader.is_stopped());
+        assert!(member.is_stopped() && member.others_in_session().unwrap().is_empty());
+        member.kill().unwrap();
+        leader.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]
