@@ -19,6 +19,7 @@ pub mod dry_run;
 pub mod generate;
 pub mod helpers;
 pub mod host;
+mod man_pages;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;

@@ -124,7 +124,12 @@ impl Lab {
 
     /// Returns a command that runs `rekindle` in this lab.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        self.command_of(Path::new(env!("CARGO_BIN_EXE_rekindle")), arguments)
+    }
+
+    /// Returns a command that runs this copy of `rekindle` in this lab.
+    pub fn command_of<S: AsRef<OsStr>>(&self, program: &Path, arguments: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(program);
         command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
         command.env("REKINDLE_HOST_CONFIG", self.path(".host.toml"));
         command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG").env_remove("REKINDLE_LOG_DIR");

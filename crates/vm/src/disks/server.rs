@@ -7,7 +7,7 @@ use rekindle_disk::engine::command::Status;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::{detach, disown, without_credentials};
+use rekindle_kernel::spawn::{detach, disown, this_program, without_credentials};
 use rekindle_kernel::unix_socket;
 use rekindle_qemu::command::{Disk, disk_queues};
 use rustix::net::sockopt::socket_peercred;
@@ -112,8 +112,7 @@ pub(super) fn server_command(
     user: Option<u32>,
 ) -> Result<Command, DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
-    let binary = std::env::current_exe().map_err(failed)?;
-    let mut command = Command::new(binary);
+    let mut command = this_program().map_err(failed)?;
     without_credentials(&mut command).args(["disk", "serve"]).arg(&disk.path);
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.
