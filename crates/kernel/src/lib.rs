@@ -40,6 +40,7 @@ pub mod lockfile;
 pub mod mapping;
 pub mod maps;
 pub mod memory;
+pub mod mounts;
 pub mod netns;
 pub mod output;
 pub mod packet;

@@ -4,7 +4,6 @@
 //! record in a file can be compared with the process that has the number later. Signals are sent through a pidfd, so
 //! that they cannot reach a process that has received the number in between.
 
-use nix::unistd::getsid;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -54,7 +53,7 @@ impl Process {
     pub fn is_alive(&self) -> bool {
         match stat(self.pid) {
             Ok((state, started)) => started == self.started && !matches!(state, b'Z' | b'X'),
-            Err(e) => !is_gone(&e),
+            Err(e) => is_unknown(&e),
         }
     }
 
@@ -68,7 +67,7 @@ impl Process {
         // Checked after the open: from then on the descriptor cannot refer to another process.
         match stat(self.pid) {
             Ok((_, started)) if started == self.started => Ok(fd),
-            Err(e) if !is_gone(&e) => Err(e),
+            Err(e) if is_unknown(&e) => Err(e),
             _ => Err(self.gone()),
         }
     }
@@ -149,11 +148,19 @@ impl Process {
     /// children.
     ///
     /// # Errors
-    /// `NotFound` if `/proc` is not mounted.
+    /// `NotFound` if `/proc` is not mounted; an error if no descriptor is free.
     pub fn others_in_session(&self) -> io::Result<Vec<Self>> {
-        let numbers = fs::read_dir("/proc")?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        let is_other = |pid: &u32| *pid != self.pid && session(*pid) == Some(self.pid);
-        Ok(numbers.filter(is_other).filter_map(|pid| Self::of(pid).ok()).collect())
+        let mut others = Vec::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            match session(pid).and_then(|leader| Ok((leader, Self::of(pid)?))) {
+                Ok((leader, process)) if leader == Some(self.pid) && pid != self.pid => others.push(process),
+                Err(e) if is_unknown(&e) => return Err(e),
+                // Of another session, or it has just ended.
+                _ => {}
+            }
+        }
+        Ok(others)
     }
 
     fn gone(&self) -> io::Error {
@@ -236,6 +243,12 @@ fn is_gone(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }
 
+/// Returns whether an error of reading `/proc` is about this process, so that the other one may run.
+fn is_unknown(e: &io::Error) -> bool {
+    let of_this_process = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EINTR, libc::EIO];
+    e.raw_os_error().is_some_and(|errno| of_this_process.contains(&errno))
+}
+
 /// Reads state letter and start time from `/proc/PID/stat`.
 fn stat(pid: u32) -> io::Result<(u8, u64)> {
     let text = fs::read(format!("/proc/{pid}/stat"))?;
@@ -243,10 +256,13 @@ fn stat(pid: u32) -> io::Result<(u8, u64)> {
 }
 
 /// Returns the number of the process that leads the session of another process (field 6 of `/proc/PID/stat`).
-fn session(pid: u32) -> Option<u32> {
-    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let end = text.iter().rposition(|&byte| byte == b')')?;
-    std::str::from_utf8(text.get(end + 1..)?).ok()?.split_ascii_whitespace().nth(6 - 3)?.parse().ok()
+fn session(pid: u32) -> io::Result<Option<u32>> {
+    let text = fs::read(format!("/proc/{pid}/stat"))?;
+    let parse = || {
+        let end = text.iter().rposition(|&byte| byte == b')')?;
+        std::str::from_utf8(text.get(end + 1..)?).ok()?.split_ascii_whitespace().nth(6 - 3)?.parse().ok()
+    };
+    Ok(parse())
 }
 
 /// Parses a line of `/proc/PID/stat`. The command (field 2) may contain spaces and brackets, so fields count from the

@@ -14,10 +14,11 @@ use std::{env, fs, io};
 /// File of certificates of authorities, in PEM, that are trusted in addition to those of the system.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 
-/// Time after which a request is not tried again. It is short: what must wait longer for a store, such as a protector, a pager or a
-/// cluster's agent, tries again by itself, and reports it.
-const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
-const MAX_RETRIES: usize = 20;
+/// Time after which a request is not tried again: more than its own time limit (30 s), so that one without an answer is tried again.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(35);
+/// With the delays between them, requests that are rejected are tried for 10 s. What must wait longer for a store, such as a protector,
+/// a pager or a cluster's agent, tries again by itself, and reports it.
+const MAX_RETRIES: usize = 12;
 /// Longest wait before a request is tried again.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time limit of a request that is not repeated, unless `AWS_TIMEOUT` sets another one.
