@@ -1,6 +1,6 @@
 //! Where a store is: on a disk, whose operations this process does itself, or on a server of Rekindle.
 
-use crate::credentials::Credentials;
+use crate::credentials::{Credentials, Retries};
 use crate::disk::{Disk, LocalDisk};
 use crate::environment_file::EnvironmentFile;
 use crate::error::{Result, StoreError};
