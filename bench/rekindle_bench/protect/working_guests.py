@@ -12,7 +12,7 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
 from rekindle_lab.slow import can_be_slow
-from rekindle_lab.stores import Store, encrypted, on_disk, on_slow_disk, over_tls
+from rekindle_lab.stores import Store, encrypted, in_object_store, on_disk, on_slow_disk
 from rekindle_lab.work import Work
 
 from .rows import DEFAULT, Row
@@ -40,7 +40,7 @@ class ProtectEnvironment(Environment):
         return False
 
     def store(self, kind: str) -> Store:
-        """Returns a folder for stores of a kind (`disk`, `slow`, `tls`, `encrypted`), made at the first call."""
+        """Returns a folder for stores of a kind (`disk`, `slow`, `s3`, `encrypted`), made at the first call."""
         if kind not in self._stores:
             if kind == "disk":
                 store = on_disk(self.disk_dir / "stores")
@@ -48,8 +48,11 @@ class ProtectEnvironment(Environment):
                 store = encrypted(self.rekindle, self.disk_dir / "encrypted")
             elif kind == "slow":
                 store = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
+            elif kind == "s3":
+                programs = self.rekindle.binary.parent / "examples"
+                store = self._closing.enter_context(in_object_store(programs, self.work))
             else:
-                store = self._closing.enter_context(over_tls(self.rekindle, self.disk_dir / "tls"))
+                raise ValueError(f"no kind of store: {kind}")
             self._stores[kind] = store
         return self._stores[kind]
 
