@@ -2,8 +2,8 @@
 
 use crate::outcome::StartError;
 use crate::resource::Resource;
-use rekindle_store::listing::Listing;
 use rekindle_store::credentials::{Credentials, Retries};
+use rekindle_store::listing::Listing;
 use rekindle_store::{StoreError, admin};
 use std::error::Error;
 use std::thread;

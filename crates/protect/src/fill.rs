@@ -16,7 +16,6 @@ use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
 use rekindle_store::keys::KeySource;
-use rekindle_store::remote::Identity;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
@@ -146,15 +145,12 @@ impl Fill {
         self.credentials.as_ref().map(CredentialPaths::credentials).unwrap_or_default()
     }
 
-    /// Returns the files that connections to a server read: those of this host's certificates, and those that the
-    /// variables of an object store name.
+    /// Returns the files that the variables of an object store name, e.g. certificates of authorities.
     pub(crate) fn connection_files(&self) -> Vec<PathBuf> {
-        let Credentials { tls, environment_file, .. } = self.credentials();
-        let mut files = tls.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default();
+        let environment_file = self.credentials().environment_file;
         // A file that cannot be read is an error of `read_secrets`. Only an object store needs its secrets.
         let environment_file = environment_file.filter(|_| matches!(self.store, StoreUrl::Objects(_)));
-        files.extend(environment_file.and_then(|file| file.read().ok()).unwrap_or_default());
-        files
+        environment_file.and_then(|file| file.read().ok()).unwrap_or_default()
     }
 
     /// Reads the keys of an encrypted store and the variables of an object store, which this process keeps: later it may be

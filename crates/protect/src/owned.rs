@@ -11,7 +11,6 @@ use crate::known_store::{KnownStoreError, KnownStoreFile};
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
-use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::{Expected, Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
@@ -124,23 +123,7 @@ impl OwnerRecord {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::claim_over(&SpareConnections::default(), rundir, store, credentials, vm, owner, only_if)
-    }
-
-    /// Does the same as [`OwnerRecord::claim`], over an existing connection to a server.
-    ///
-    /// # Errors
-    /// The errors of [`OwnerRecord::claim`].
-    pub fn claim_over(
-        spare: &SpareConnections,
-        rundir: &RunDir,
-        store: &StoreUrl,
-        credentials: Option<&Credentials>,
-        vm: &Vm,
-        owner: &Owner,
-        only_if: Option<OnlyIf>,
-    ) -> Result<admin::Fenced, OwnError> {
-        let fenced = admin::fence_over(spare, store, vm, owner, only_if, credentials)?;
+        let fenced = admin::fence(store, vm, owner, only_if, credentials)?;
         Self::new(store, credentials, fenced.epoch).write(rundir)?;
         Ok(fenced)
     }

@@ -32,7 +32,6 @@ pub mod schedule;
 mod settings;
 pub(crate) mod waiting;
 
-
 use crate::credentials::Retries;
 use crate::disk::Disk;
 use crate::environment_file::Variables;
