@@ -4,7 +4,6 @@
 //! record in a file can be compared with the process that has the number later. Signals are sent through a pidfd, so
 //! that they cannot reach a process that has received the number in between.
 
-use nix::unistd::getsid;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
