@@ -29,6 +29,8 @@ class ProtectEnvironment(Environment):
     """Closes the stores at the end of the run."""
     _stores: dict[str, Store] = field(default_factory=dict)
     """Stores that are made, by kind."""
+    _object_store: ExitStack = field(default_factory=ExitStack)
+    """Ends the object store."""
 
     def has_store(self, kind: str) -> bool:
         """Returns whether this machine can have stores of this kind; if not, records the omission."""
@@ -50,11 +52,17 @@ class ProtectEnvironment(Environment):
                 store = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
             elif kind == "s3":
                 programs = self.rekindle.binary.parent / "examples"
-                store = self._closing.enter_context(in_object_store(programs, self.work))
+                self._closing.callback(self._object_store.close)
+                store = self._object_store.enter_context(in_object_store(programs, self.work))
             else:
                 raise ValueError(f"no kind of store: {kind}")
             self._stores[kind] = store
         return self._stores[kind]
+
+    def end_object_store(self) -> None:
+        """Ends the object store, if it runs: its daemons take processor time from what is measured next."""
+        self._object_store.close()
+        self._stores.pop("s3", None)
 
     @contextmanager
     def working(self, name: str, memory_mib: int, index: int, touch: str | None = None) -> Iterator[tuple[Guest, Work]]:

@@ -48,6 +48,7 @@ def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
         ram.mkdir()
         _of_rekindle(env, plan, destination, other_netns, ram)
         _of_libvirt(env, plan, destination, other_netns, ram, folder)
+    env.end_object_store()
 
 
 def _folder_for_libvirt(env: RestoreEnvironment) -> Path:
