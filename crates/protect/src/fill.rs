@@ -120,7 +120,7 @@ impl Fill {
         let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
         let credentials = credentials.and_then(CredentialPaths::of);
-        let (info, footer, stage) = (image.info(), image.footer(), FillStage::Filling);
+        let (info, footer, stage) = (image.info(), Some(image.footer()), FillStage::Filling);
         let (number, epoch) = (info.number, Some(info.epoch));
         Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, footer, stage }
     }
@@ -135,7 +135,7 @@ impl Fill {
         let credentials = self.credentials.as_ref().map(CredentialPaths::credentials);
         let image =
             Image::open(&self.store, &ReadOptions { at: Some(self.number), credentials, ..ReadOptions::default() })?;
-        if self.footer.is_some() && image.footer() != self.footer {
+        if self.footer.is_some_and(|footer| footer != image.footer()) {
             return Err(FillError::OtherCheckpoint { store: self.store.clone(), number: self.number });
         }
         Ok(image)

@@ -81,18 +81,16 @@ impl<R> ChosenCheckpoint<R> {
     /// Checks that the storage has shown the same checkpoint to the claim, which has found `known`.
     pub(super) fn require_footer_of(
         &self,
-        known: Option<KnownStore>,
+        known: KnownStore,
         request: &Request,
         name: &str,
     ) -> Result<(), RestoreError> {
         let number = self.image.info().number;
-        match known.map(|known| known.footer) {
-            footer @ Some(_) if footer != self.image.footer() => {
-                let (name, store) = (name.into(), request.store.to_string());
-                Err(RestoreError::WentBack { name, store, newest: number, number })
-            }
-            _ => Ok(()),
+        if known.footer == self.image.footer() {
+            return Ok(());
         }
+        let (name, store) = (name.into(), request.store.to_string());
+        Err(RestoreError::WentBack { name, store, newest: number, number })
     }
 }
 
@@ -169,9 +167,7 @@ pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result
             fenced
         }
     };
-    if let Some(known) = fenced.known {
-        known_store.note(store, known);
-    }
+    known_store.note(store, fenced.known);
     Ok(fenced)
 }
 

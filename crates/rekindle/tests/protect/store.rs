@@ -95,6 +95,7 @@ fn invalid_arguments_have_exit_status_2_and_failures_1() {
     let path = sample(&directory.path().join("web"));
     for (arguments, word) in [
         (&["ls", "http://host/web"][..], "`http://` is not known"),
+        (&["ls", "tls://host:7001/web"], "mount the directory of the store"),
         (&["ls"], "<STORE>"),
         (&["--json", "export", &path], "--output"),
         (&["import", "/nowhere/store", "/dev/null", "--create-store"], "--name"),
