@@ -68,7 +68,7 @@ class Side:
 def _environment(env: CacheEnvironment, closing: ExitStack, how: str) -> RestoreEnvironment:
     """Returns the environment of one guest of a pair. `closing`: closes its stores."""
     config = env.work / f"host-{how}.toml"
-    config.write_text("" if how == SANDBOXES_ON else "confine_helpers = false\nqemu_own_user = \"off\"\n")
+    config.write_text("" if how == SANDBOXES_ON else 'confine_helpers = false\nqemu_own_user = "off"\n')
     rekindle = replace(env.rekindle, config=config)
     return RestoreEnvironment(env.root, rekindle, env.qemu, env.rows, env.space, closing, began=env.began)
 

@@ -33,18 +33,28 @@ fn main() -> ExitCode {
 /// something are not rejected.
 fn check_descriptor_limit(command: &Command) -> Result<()> {
     use Command as C;
-    let needed = match command {
-        C::Run(_) | C::Attach(_) | C::Detach(_) | C::ReplaceQemu(_) | C::Reboot(_) | C::Host(_) | C::Watch(_) => {
-            commands::DESCRIPTORS_TO_RUN_GUESTS
-        }
-        C::Phases(_) | C::Recover(_) | C::Protect(_) | C::Restore(_) | C::Move(_) | C::Receive | C::Pager(_) => {
-            commands::DESCRIPTORS_TO_RUN_GUESTS
-        }
-        C::Disk(Disk::Serve(_)) => commands::DESCRIPTORS_TO_RUN_GUESTS,
-        C::Store(Store::Serve(_)) => commands::DESCRIPTORS_OF_STORE_SERVER,
-        _ => return Ok(()),
-    };
-    Ok(descriptor_limit::require(needed)?)
+    let runs_guests = matches!(
+        command,
+        C::Run(_)
+            | C::Attach(_)
+            | C::Detach(_)
+            | C::ReplaceQemu(_)
+            | C::Reboot(_)
+            | C::Host(_)
+            | C::Watch(_)
+            | C::Phases(_)
+            | C::Recover(_)
+            | C::Protect(_)
+            | C::Restore(_)
+            | C::Move(_)
+            | C::Receive
+            | C::Pager(_)
+            | C::Disk(Disk::Serve(_))
+    );
+    if runs_guests {
+        descriptor_limit::require(commands::DESCRIPTORS_TO_RUN_GUESTS)?;
+    }
+    Ok(())
 }
 
 fn run(output: &Output, command: Command) -> Result<ExitCode> {
@@ -81,7 +91,6 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
         Command::Store(Store::Compact(arguments)) => commands::store::compact(output, &arguments),
         Command::Store(Store::Export(arguments)) => commands::store::export(output, &arguments),
         Command::Store(Store::Import(arguments)) => commands::store::import(output, &arguments),
-        Command::Store(Store::Serve(arguments)) => commands::store::serve(output, &arguments),
         Command::Ocf(command) => commands::ocf::run(output, &command),
         Command::Probe(arguments) => commands::probe::probe(output, &arguments),
         Command::Monitor(arguments) => commands::monitor::monitor(output, &arguments),

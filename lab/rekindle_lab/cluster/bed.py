@@ -29,8 +29,6 @@ VM = "web"
 """Name of the VM."""
 ADDRESS = "10.99.0.50"
 """Address of the guest, as `tests/cluster/bed` sets it."""
-STORE = "tls"
-"""Kind of the VM's store, unless the environment has another one in `STORE`: what the published figures have."""
 ANSWERS_BEFORE_QUERIES = 10
 """Number of answers of the guest before Pacemaker is queried."""
 COUNTER_EVERY_MS = 20
@@ -289,7 +287,6 @@ def bed(
         "MICRO": str(micro),
         "EVERY": every,
         "NODES": " ".join(NODES),
-        "STORE": os.environ.get("STORE", STORE),
     }
     started_bed = Bed(root, work / "bed", environment)
     with ExitStack() as stack:

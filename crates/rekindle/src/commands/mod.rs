@@ -37,8 +37,6 @@ pub mod store;
 
 /// Open files of a command that starts or serves guests, or of the QEMU that it starts and that inherits its limit.
 pub const DESCRIPTORS_TO_RUN_GUESTS: u64 = 256;
-/// Open files of a store's server: two for each of its 256 connections, and those of the stores.
-pub const DESCRIPTORS_OF_STORE_SERVER: u64 = 1024;
 
 /// Rejects names that are given twice.
 fn distinct_names(arguments: &[Name]) -> Result<Vec<String>> {

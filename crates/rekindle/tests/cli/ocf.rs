@@ -9,8 +9,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_testing::object_store::{BUCKET, ObjectStoreServer};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use std::fs::{self, File, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -50,11 +49,7 @@ impl<'a> Resource<'a> {
 
     /// Keeps the checkpoints in an object store.
     fn in_object_store(lab: &'a Lab, vm: Vm<'a>, server: &ObjectStoreServer) -> Self {
-        let file = lab.path("s3.env");
-        let lines: Vec<String> = server.environment().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
-        fs::write(&file, lines.concat()).unwrap();
-        fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
-        let credentials = vec!["--environment-file".to_owned(), file.to_str().unwrap().to_owned()];
+        let credentials = vec!["--environment-file".to_owned(), lab.write_environment_file(server)];
         let store = PathBuf::from(format!("s3://{BUCKET}/web"));
         let web = Self { store, credentials, ..Self::of(lab, vm, &[]) };
         web.store_command("init").ok();

@@ -4,6 +4,7 @@ use super::vm::Vm;
 use super::{DEADLINE, observe};
 use rekindle_qemu::binary::Binary;
 use rekindle_testing::micro::KERNEL;
+use rekindle_testing::object_store::ObjectStoreServer;
 use rekindle_testing::tools;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -85,6 +86,15 @@ impl Lab {
     /// Returns the path of a file in the lab's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
+    }
+
+    /// Writes the variables of an object store to a file for `--environment-file`. Returns its path.
+    pub fn write_environment_file(&self, server: &ObjectStoreServer) -> String {
+        let file = self.path("s3.env");
+        let lines: Vec<String> = server.environment().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
+        fs::write(&file, lines.concat()).expect("a file in the lab");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).expect("our own file");
+        file.to_str().expect("a lab has a path in UTF-8").to_owned()
     }
 
     /// Returns the parent of the VMs' run directories.
