@@ -28,7 +28,7 @@ fn is_in_ranges(file: &Path, number: u32) -> bool {
     ranges.any(|(first, count)| (first..first.saturating_add(count)).contains(&number.into()))
 }
 
-/// Returns whether this process can start processes as the user and group with this number. In containers, it may lack the right, and
+/// Returns whether this process can start processes as the user and group with this number. In containers, it may have no right to do so, and
 /// some numbers do not exist.
 #[must_use]
 pub fn can_become(number: u32) -> bool {
