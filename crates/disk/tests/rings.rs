@@ -137,6 +137,24 @@ fn a_queue_of_long_requests_stops_after_a_few_of_them() {
 }
 
 #[test]
+fn a_front_end_with_an_older_position_repeats_no_request() {
+    let disk = Disk::with(16, |_| ());
+    let mut guest = Guest::start(&disk.socket());
+    for block in 0..3 {
+        guest.write(block, FIRST_FREE_FRAME, &content(block, 1));
+    }
+    assert_eq!(guest.stop(0), 3);
+    // The guest uses the memory of its requests for something else.
+    guest.fill(FIRST_FREE_FRAME, &content(9, 9));
+    guest.run_from(0, 0).unwrap();
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME + 1), content(1, 1));
+    for block in 0..3 {
+        assert_eq!(disk.block(block), content(block, 1), "block {block}");
+    }
+    assert_eq!(guest.stop(0), 4);
+}
+
+#[test]
 fn discards_of_a_whole_large_disk_block_no_other_request() {
     let disk = Disk::with(16, |_| ());
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(1 << 40).unwrap();

@@ -75,6 +75,7 @@ use reboot_cache::RebootCache;
 use redo_log::{EngineLog, RequestSequence};
 use rekindle_kernel::uring::{Completion, IdleRing};
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 use std::io::Result as IoResult;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -201,7 +202,13 @@ impl Engine {
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
                 self.listen_for_wake();
             }
-            Token::Kick(connection_id, queue_index) => self.front_end.handle_kick(connection_id, queue_index),
+            Token::Kick(connection_id, queue_index) => {
+                // A queue that was stopped, and may run again, with another wait for its kicks.
+                let is_cancelled = completion.result.is_err_and(|e| Errno::from_io_error(&e) == Some(Errno::CANCELED));
+                if !is_cancelled {
+                    self.front_end.handle_kick(connection_id, queue_index);
+                }
+            }
             Token::LogOperation(number) => self.front_end.blocks.log_operation_completed(number, completion.result),
             Token::Part(id) => self.front_end.part_completed(id, completion.result, completion.buffer),
         }

@@ -367,8 +367,9 @@ impl<'a> ControlLoop<'a> {
     fn report_store_failure(&mut self, error: String) {
         // Some errors contain a time, or how long a request took.
         let failure: String = error.chars().filter(|c| !c.is_ascii_digit()).collect();
-        let previous = self.store_failure.replace(failure);
-        if previous != self.store_failure && self.store_failure_reports.admit(Instant::now()).is_some() {
+        // One that is not admitted is reported later, if it lasts.
+        if self.store_failure.as_ref() != Some(&failure) && self.store_failure_reports.admit(Instant::now()).is_some() {
+            self.store_failure = Some(failure);
             self.report(&ProtectEvent::StoreAway { error });
         }
     }

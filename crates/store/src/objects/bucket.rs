@@ -171,6 +171,14 @@ impl Bucket {
         });
     }
 
+    pub fn exists(&self, name: &str) -> io::Result<bool> {
+        match self.wait(self.objects.head(&self.path(name))) {
+            Ok(_) => Ok(true),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(e) => Err(io_error(e)),
+        }
+    }
+
     pub fn remove(&self, name: &str) -> io::Result<()> {
         let path = self.path(name);
         match self.wait(self.objects.delete(&path)) {

@@ -48,6 +48,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use uuid::Uuid;
 
+/// How often a server is checked before the first store is created in a place.
+const CHECK_ROUNDS: usize = 3;
 /// Requests that create one object, to find out whether the server lets only one of them succeed.
 const CONCURRENT_CREATIONS: usize = 8;
 
@@ -74,6 +76,16 @@ impl ObjectDisk {
     pub(crate) fn with(objects: Arc<dyn ObjectStore>, prefix: &str, name: String) -> io::Result<Self> {
         let bucket = Arc::new(Bucket::new(objects, prefix, name)?);
         Ok(Self { bucket, cache: Arc::default(), new_files: Mutex::default() })
+    }
+
+    /// Returns whether one of several requests to create an object succeeds, and none of the others. Some servers check the condition
+    /// and write in two steps, so that requests that arrive together succeed together.
+    fn creates_exclusively(&self) -> io::Result<bool> {
+        let name = format!("{}-{}", names::EXCLUSIVE, Uuid::new_v4());
+        let together = self.bucket.count_created(&name, CONCURRENT_CREATIONS);
+        let afterwards = self.bucket.count_created(&name, 1);
+        self.bucket.remove(&name)?;
+        Ok((together?, afterwards?) == (1, 0))
     }
 
     fn new_files(&self) -> MutexGuard<'_, HashMap<String, Arc<NewFile>>> {
@@ -138,17 +150,18 @@ impl Disk for ObjectDisk {
     }
 
     fn check_exclusive_links(&self) -> io::Result<()> {
-        let is_exclusive = match self.bucket.count_created(names::EXCLUSIVE, 1)? {
-            // A server that has the object, and rejects the condition.
-            0 => true,
-            // Some servers check the condition and write in two steps, so that requests that arrive together succeed together.
-            _ if self.bucket.count_created(names::EXCLUSIVE, 1)? == 0 => {
-                let other = format!("{}-{}", names::EXCLUSIVE, Uuid::new_v4());
-                let created = self.bucket.count_created(&other, CONCURRENT_CREATIONS)?;
-                self.bucket.remove(&other)?;
-                created == 1
+        let is_exclusive = if self.bucket.exists(names::EXCLUSIVE)? {
+            // The server has passed the check. Another one may have replaced it.
+            self.bucket.count_created(names::EXCLUSIVE, 1)? == 0
+        } else {
+            let mut has_passed = true;
+            for _ in 0..CHECK_ROUNDS {
+                has_passed = has_passed && self.creates_exclusively()?;
             }
-            _ => false,
+            if has_passed {
+                self.bucket.count_created(names::EXCLUSIVE, 1)?;
+            }
+            has_passed
         };
         if !is_exclusive {
             let what = "the object store does not keep the condition `If-None-Match: *` of a PUT request, so two hosts could \

@@ -10,7 +10,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use rekindle_testing::crash_disk::Meanwhile;
 use std::fmt;
@@ -69,6 +69,8 @@ pub struct MemoryObjects {
     objects: Arc<InMemory>,
     faults: Arc<Mutex<Faults>>,
     ignores_conditions: bool,
+    /// Conditions are checked some time before the write.
+    is_slow_to_write: bool,
 }
 
 impl fmt::Debug for MemoryObjects {
@@ -106,6 +108,11 @@ impl MemoryObjects {
     /// Returns a server that ignores the conditions of a PUT.
     pub(super) fn without_conditions(self) -> Self {
         Self { ignores_conditions: true, ..self }
+    }
+
+    /// Returns a server that checks a condition and writes in two steps.
+    pub(super) fn without_atomic_conditions(self) -> Self {
+        Self { is_slow_to_write: true, ..self }
     }
 
     pub(super) fn has_late_request(&self) -> bool {
@@ -183,6 +190,13 @@ impl MemoryObjects {
 impl ObjectStore for MemoryObjects {
     async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
         if self.ignores_conditions {
+            options.mode = PutMode::Overwrite;
+        }
+        if self.is_slow_to_write && options.mode == PutMode::Create {
+            if let Ok(found) = self.objects.head(path).await {
+                return Err(Error::AlreadyExists { path: found.location.to_string(), source: "it exists".into() });
+            }
+            tokio::task::yield_now().await;
             options.mode = PutMode::Overwrite;
         }
         match self.next_fault() {

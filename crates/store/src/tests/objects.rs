@@ -182,8 +182,7 @@ fn a_server_that_ignores_conditions_is_rejected() {
     let disk = MemoryObjects::default().without_conditions();
     let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
     assert!(std::error::Error::source(&e).unwrap().to_string().contains("does not keep the condition"), "{e}");
-    // Nothing that counts was written.
-    assert_eq!(disk.names(), [names::EXCLUSIVE]);
+    assert_eq!(disk.names(), [""; 0]);
     let good = MemoryObjects::default();
     drop(open(&good, 2).unwrap());
     // The server was replaced by one that ignores conditions: no process may claim the store.
@@ -191,6 +190,29 @@ fn a_server_that_ignores_conditions_is_rejected() {
     let before = bad.names();
     assert!(open(&bad, 2).is_err());
     assert_eq!(bad.names(), before);
+}
+
+#[test]
+fn a_server_whose_conditions_are_not_atomic_is_rejected_each_time() {
+    let disk = MemoryObjects::default().without_atomic_conditions();
+    for _ in 0..2 {
+        let e = StoreDirectory::init(&disk.shared().disk).unwrap_err();
+        assert!(std::error::Error::source(&e).unwrap().to_string().contains("does not keep the condition"), "{e}");
+        assert_eq!(disk.names(), [""; 0]);
+    }
+}
+
+#[test]
+fn a_check_of_conditions_that_failed_is_made_again() {
+    for after in 0.. {
+        let disk = MemoryObjects::default().without_atomic_conditions();
+        disk.fail_after(after, Fault::Outage);
+        let failed = StoreDirectory::init(&disk.shared().disk).is_err() && disk.stop_failing();
+        assert!(StoreDirectory::init(&disk.shared().disk).is_err(), "after {after} requests");
+        if !failed {
+            break;
+        }
+    }
 }
 
 #[test]

@@ -111,9 +111,9 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.throttled_until
     }
 
-    /// Returns whether a queue may have requests that the last turn did not take.
+    /// Returns whether a queue may have requests that the last turn did not take, and for which there is space.
     pub fn has_more(&self) -> bool {
-        self.has_more
+        self.has_more || self.has_room
     }
 
     pub fn set_limits(&mut self, limits: Limits) {

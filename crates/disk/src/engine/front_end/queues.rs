@@ -65,13 +65,16 @@ impl Connection {
             None => Vec::new(),
         };
         queue.set_next_used(used);
-        // Requests that were taken before are done again; the ring continues after them.
-        let is_replayed = !unfinished.is_empty();
-        queue.set_next_avail(if is_replayed {
-            used.wrapping_add(unfinished.len() as u16)
-        } else {
-            rings.next_available
-        });
+        // Requests that were taken before are done again; the ring continues after them. The front end's position may be older: a
+        // stopped QEMU that reconnects starts its queues where it has left them, and another QEMU may have continued since.
+        let next_available = used.wrapping_add(unfinished.len() as u16);
+        if next_available != rings.next_available {
+            tracing::info!(
+                "queue {queue_index} continues at {next_available}; its front end has named {}",
+                rings.next_available
+            );
+        }
+        queue.set_next_avail(next_available);
         let queue = RunningQueue::new(queue, descriptors, unfinished);
         // A previous server may have been killed between an answer and its notification, for which the guest waits.
         queue.interrupt();
