@@ -1,6 +1,7 @@
 # Rekindle. `make help` lists the targets.
 
-.PHONY: help build demo demo-cluster test lint unit guests host cluster lab benches bench campaign clean
+.PHONY: help build demo demo-cluster test lint unit guests host cluster package lab benches bench campaign install deb rpm \
+	clean
 .DEFAULT_GOAL := help
 
 help:
@@ -9,15 +10,28 @@ help:
 	@echo 'make demo-cluster     kill a node of a Pacemaker cluster under load; its guest resumes on another; print the timeline'
 	@echo 'make test             the whole check'
 	@echo 'make build            target/release/rekindle'
+	@echo 'make install          install it: DESTDIR=, PREFIX=/usr/local, BINARY=target/release/rekindle'
+	@echo 'make deb | rpm        target/package/*.deb, *.rpm'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt|store'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
 	@echo '                      TRIAL=1: only check that every case works)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'
 	@echo '                      run a designed experiment of ours (TRIAL=1: one run a level)'
 	@echo 'make lint | unit | guests | host | cluster | lab | benches   parts of make test'
+	@echo 'make package          check the Debian package on Debian 12 and 13'
 
 build:
 	cargo build --release --locked
+
+DESTDIR =
+PREFIX = /usr/local
+BINARY = target/release/rekindle
+
+install:
+	scripts/install "$(BINARY)" "$(DESTDIR)" "$(PREFIX)"
+
+deb rpm: build
+	scripts/package $@ "$${CARGO_TARGET_DIR:-target}/release/rekindle"
 
 demo:
 	scripts/demo
@@ -28,7 +42,7 @@ demo-cluster:
 test:
 	scripts/test
 
-lint unit guests host cluster lab benches:
+lint unit guests host cluster package lab benches:
 	scripts/test $@
 
 bench:

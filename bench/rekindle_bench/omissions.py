@@ -15,8 +15,8 @@ def fewer(what: str, own: int, full: int, unit: str = "") -> list[str]:
 def missing(what: str, own: Iterable[str], full: Iterable[str]) -> list[str]:
     """Returns a line with the values of the full plan that a plan does not have.
 
-    >>> missing("stores", ["disk"], ["disk", "slow", "tls"])
-    ['stores: slow, tls']
+    >>> missing("stores", ["disk"], ["disk", "slow", "s3"])
+    ['stores: slow, s3']
     """
     own = set(own)
     omitted = [value for value in full if value not in own]

@@ -57,7 +57,7 @@ PLANS: dict[str, Any] = {
     "restore": restore.Plan(
         ways_by_mib={256: {"lazy": 1, "eager": 1, "incoming": 1}},
         touch={},
-        stores=("disk", "slow", "tls"),
+        stores=("disk", "slow", "s3"),
         store_restores=1,
         prepared_restores=1,
         # Two pairs, since the second pair starts with the remains of the first.
@@ -115,7 +115,7 @@ PLANS: dict[str, Any] = {
             ("disk", "compile", "default"),
             ("disk", "transcode", "cow"),
             ("slow", "compile", "basic"),
-            ("tls", "compile", "default"),
+            ("s3", "compile", "default"),
         ),
         pairs_by_workload={"compile": 1, "transcode": 1},
         rates=((0.0, 0.0), (10.0, 16.0)),

@@ -1,7 +1,7 @@
 """Topic `move` with invented rows: the figure, the table, and the peer's command line.
 
-Ways to move a guest to another host: `move` (Rekindle, through a store with TLS; `move-local` without), QEMU's live
-migration as the peer (`live`, or `live-20ms` with a limit of the downtime), `non-live` (stopped meanwhile). A live
+Ways to move a guest to another host: `move` (Rekindle, through an object store; `move-local` through a folder), QEMU's
+live migration as the peer (`live`, or `live-20ms` with a limit of the downtime), `non-live` (stopped meanwhile). A live
 migration *converges* if the rest of the memory to send becomes small enough for the limit.
 """
 
@@ -59,7 +59,7 @@ def frame(tmp_path):
             times = {"total_us": 900_000, "whole_us": 1_000_000, "before_per_s": 400.0}
             ours = Row(
                 how="move",
-                store="disk",
+                store="s3",
                 stopped_us=(MOVE_MS * 1000 + number) * factor,
                 during_per_s=300.0,
                 **common,
@@ -93,7 +93,7 @@ def test_the_figure_is_of_a_guest_that_works(frame):
     )
     assert figure.extra["ratio_dirty_512m_live"] == pytest.approx(2 * MOVE_MS / LIVE_MS, rel=0.01)
     assert figure.extra["ratio_idle_512m"] == pytest.approx(MOVE_MS / LIVE_2_MS, rel=0.01)
-    assert figure.extra["ratio_idle_512m_tls_to_local"] == pytest.approx(MOVE_MS / LOCAL_MS, rel=0.01)
+    assert figure.extra["ratio_idle_512m_s3_to_local"] == pytest.approx(MOVE_MS / LOCAL_MS, rel=0.01)
     assert findings.absent == ["live-2ms, 512M, dirty 20: 1 of 8 did not converge"]
     without_peers = analysis.figures(frame[frame["how"] == "move"], "move-raw.csv")
     assert not without_peers.figures and "live" in without_peers.absent[0]

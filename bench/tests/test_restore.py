@@ -46,7 +46,7 @@ def invented_rows(slower=1.03, digest="aa"):
     all_rows += [restored("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
     all_rows += [restored("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
     all_rows += [restored("prepared", "lazy", 90.0, i) for i in range(3)]
-    all_rows += [restored("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
+    all_rows += [restored("stores", "lazy", 120.0, i, store="s3") for i in range(2)]
     for number in range(4):
         rest_us = (20 + number) * 1_000_000
         all_rows.append(window("after", "undisturbed", number, rest_us=rest_us, digest="aa"))
@@ -99,9 +99,9 @@ def moved(libvirt_digest):
     """Returns restores on another host, of a guest of Rekindle and of libvirt, with the results of their work."""
     all_rows = []
     for number, (how, digest) in enumerate((("elsewhere", "aa"), ("libvirt", libvirt_digest))):
-        all_rows.append(restored("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
-        all_rows.append(window("elsewhere", "undisturbed", number, store="tls", digest="aa"))
-        all_rows.append(window("elsewhere", how, number, store="tls", digest=digest))
+        all_rows.append(restored("elsewhere", how, 120.0 + number, number, store="s3", lost_us=400_000))
+        all_rows.append(window("elsewhere", "undisturbed", number, store="s3", digest="aa"))
+        all_rows.append(window("elsewhere", how, number, store="s3", digest=digest))
     return all_rows
 
 
@@ -124,7 +124,7 @@ def test_figure_4_adds_up(tmp_path):
     assert next(iter(parts)) == ("512M", "lazy")
     assert parts["512M", "lazy"] == {"start QEMU": 40, "load its devices": 20, "the rest": 24}
     assert ("512M, disk", "prepared") in parts
-    assert ("512M, tls", "lazy") in parts
+    assert ("512M, s3", "lazy") in parts
 
 
 def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
@@ -148,6 +148,6 @@ def test_omissions_of_a_quick_run_are_listed():
     text = "\n".join(left_out(QUICK))
     assert "restores at 2G: all" in text
     assert "restores at 8G: eager, incoming" in text
-    assert "restores from: slow, tls" in text
+    assert "restores from: slow, s3" in text
     assert "length of a piece of work: compile 40 of 676" in text
     assert "second halves of transcode: 0 of 4" in text

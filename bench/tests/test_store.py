@@ -37,6 +37,16 @@ def test_good_rows_meet_all_bars(tmp_path):
     assert all(figure.met for figure in found.values())
 
 
+def test_a_restore_without_rows_of_the_server_has_no_ratio(tmp_path):
+    """Only earlier rows have restores from Rekindle's server."""
+    for s3_us, is_met in ((80_000, True), (160_000, False)):
+        made = [row for row in invented(s3_us=s3_us) if row.how != "tls"]
+        frame = write_rows(rows, tmp_path / "store-raw.csv", made)
+        found = {figure.id: figure for figure in analysis.figures(frame, "store-raw.csv").figures}["s3_restore"]
+        assert found.value == s3_us / 1e3 and found.contrast is None and found.met == is_met
+        assert [line["store"] for line in analysis.restores(frame)] == ["s3"]
+
+
 def test_each_bar_can_be_missed(tmp_path):
     """A slow commit, a restore that is slow, or only slower than from the server, and a race with two or no owners."""
     assert not figures(tmp_path, commit_us=530_000)["s3_commit_vs_dir"].met
@@ -55,7 +65,7 @@ def test_a_race_with_an_error_does_not_count_as_one_with_one_owner(tmp_path):
 
 def test_figures_without_rows_are_named(tmp_path):
     """Each figure of a case that was not run is listed."""
-    frame = write_rows(rows, tmp_path / "store-raw.csv", [row for row in invented() if row.how == "s3"])
+    frame = write_rows(rows, tmp_path / "store-raw.csv", [row for row in invented() if row.how == "put"])
     absent = analysis.figures(frame, "store-raw.csv").absent
     assert [line.split(":")[0] for line in absent] == [
         "figure s3_commit_vs_dir",

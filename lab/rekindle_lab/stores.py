@@ -1,6 +1,6 @@
-"""Makes stores of checkpoints: in a folder of the disk, encrypted, on a slow disk, over TLS, in an object store.
+"""Makes stores of checkpoints: in a folder of the disk, encrypted, on a slow disk, in an object store.
 
-`on_disk`, `encrypted`, `on_slow_disk`, `over_tls` and `in_object_store` return a folder for stores; `Store.fresh`
+`on_disk`, `encrypted`, `on_slow_disk` and `in_object_store` return a folder for stores; `Store.fresh`
 returns the store of one VM in it.
 """
 
@@ -8,13 +8,13 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
+from xml.etree import ElementTree
 
 from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.slow import Limit, run, slow_disk
@@ -28,16 +28,53 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """A bucket of an object store."""
+
+    url: str
+    variables: dict[str, str]
+    """Variables with which a client reaches it."""
+
+    def remove(self, url: str) -> None:
+        """Removes the objects of the store at `url`."""
+        prefix = url.removeprefix(f"{self.url}/") + "/"
+        address = f"{self.variables['AWS_ENDPOINT_URL']}/{self.url.removeprefix('s3://')}"
+        while keys := listed_keys(self._curl("GET", f"{address}?list-type=2&prefix={quote(prefix, safe='')}")):
+            self._curl("DELETE", *(f"{address}/{quote(key)}" for key in keys))
+
+    def _curl(self, method: str, *addresses: str) -> str:
+        variables = self.variables
+        credentials = f"{variables['AWS_ACCESS_KEY_ID']}:{variables['AWS_SECRET_ACCESS_KEY']}"
+        options = ["--silent", "--show-error", "--fail", "--request", method, "--user", credentials]
+        options += ["--aws-sigv4", f"aws:amz:{variables['AWS_REGION']}:s3"]
+        options += ["--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]
+        if "AWS_CA_BUNDLE" in variables:
+            options += ["--cacert", variables["AWS_CA_BUNDLE"]]
+        return run("curl", *options, *addresses)
+
+
+def listed_keys(answer: str) -> list[str]:
+    """Returns the names of the objects in an answer to `ListObjectsV2`.
+
+    >>> listed_keys('<R xmlns="x"><Contents><Key>a/1</Key></Contents><Contents><Key>a/2</Key></Contents></R>')
+    ['a/1', 'a/2']
+    """
+    return [key.text or "" for key in ElementTree.fromstring(answer).iterfind("{*}Contents/{*}Key")]
+
+
+@dataclass(frozen=True)
 class Store:
     """One store, or a folder for several (`fresh`)."""
 
     kind: str
-    """`disk`, `slow`, `tls`, `encrypted`, `s3`."""
+    """`disk`, `slow`, `encrypted`, `s3`."""
     url: str
     folder: Path
     """Folder of the store on this machine. A store in an object store has no files in it."""
     options: tuple[str, ...] = ()
     """Command options that the store's URL requires."""
+    bucket: Bucket | None = None
+    """The bucket of a store in an object store."""
 
     def fresh(self, name: str) -> "Store":
         """Returns a store named `name` in this folder, at a path that no store has had before.
@@ -50,6 +87,8 @@ class Store:
 
     def remove(self) -> None:
         """Removes the store."""
+        if self.bucket is not None:
+            self.bucket.remove(self.url)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self) -> None:
@@ -88,83 +127,12 @@ def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
         yield Store("slow", str(slow.folder), slow.folder)
 
 
-def certificates(folder: Path) -> None:
-    """Makes a certificate authority and certificates: `ca.pem`, `server.pem`, `client.pem`, each with a `.key` file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    authority = folder / "ca.pem"
-    named = ("-subj", "/CN=rekindle-bench", "-days", "2")
-    run("openssl", "req", "-x509", *curve, "-keyout", folder / "ca.key", "-out", authority, *named)
-    for role in ("server", "client"):
-        extensions = folder / f"{role}.ext"
-        extensions.write_text(
-            "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost,IP:127.0.0.1\n"
-            "extendedKeyUsage=serverAuth,clientAuth\n"
-        )
-        request = folder / f"{role}.csr"
-        run("openssl", "req", "-new", *curve, "-keyout", folder / f"{role}.key", "-out", request, *named[:2])
-        signed = ("-CA", authority, "-CAkey", folder / "ca.key", "-CAcreateserial", "-days", "2")
-        run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{role}.pem")
-
-
-def _wait_listening(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_DEADLINE_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-            return
-        except OSError:
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RekindleError(f"store serve: {log.read_text()[-1000:]}") from None
-            time.sleep(0.02)
-
-
 @contextmanager
-def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
-    """Runs a store server on this machine's loopback, with its stores on the machine's disk."""
-    keys, stores = folder / "keys", folder / "stores"
-    certificates(keys)
-    stores.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free_port:
-        free_port.bind(("127.0.0.1", 0))
-        port = free_port.getsockname()[1]
-    command = [str(rekindle.binary), "store", "serve", "--listen", f"127.0.0.1:{port}", "--dir", str(stores)]
-    command += ["--cert", str(keys / "server.pem"), "--key", str(keys / "server.key")]
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            [*command, "--client-ca", str(keys / "ca.pem")],
-            env=rekindle.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        _wait_listening(server, port, log)
-        files = {"--cert": "client.pem", "--key": "client.key", "--ca": "ca.pem"}
-        client_options = tuple(word for option, name in files.items() for word in (option, str(keys / name)))
-        yield Store("tls", f"tls://127.0.0.1:{port}", stores, client_options)
-    finally:
-        server.terminate()
-        server.wait()
+def in_object_store(programs: Path, folder: Path) -> Iterator[Store]:
+    """Runs the object store of Rekindle's tests, which takes some seconds to start. Yields a bucket for stores.
 
-
-@dataclass(frozen=True)
-class ObjectStore:
-    """An object store that runs on this machine."""
-
-    store: Store
-    """The bucket, as a folder for stores."""
-    variables: dict[str, str]
-    """Variables with which a client reaches it."""
-
-
-@contextmanager
-def in_object_store(programs: Path, folder: Path) -> Iterator[ObjectStore]:
-    """Runs the object store of Rekindle's tests, which takes some seconds to start.
-
-    `programs`: folder of Rekindle's built examples; `folder`: for the file with the credentials.
+    The objects are in memory, 2 GiB at most. `programs`: folder of Rekindle's built examples; `folder`: for the file
+    with the credentials.
     """
     with subprocess.Popen(
         [str(programs / "object_store_server")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,9 +146,8 @@ def in_object_store(programs: Path, folder: Path) -> Iterator[ObjectStore]:
             file = folder / f"object-store-{next(_numbers)}.env"
             file.touch(mode=0o600)
             file.write_text("".join(f"{name}={value}\n" for name, value in started["environment"].items()))
-            options = ("--environment-file", str(file))
-            store = Store("s3", f"s3://{started['bucket']}", folder / "objects", options)
-            yield ObjectStore(store, started["environment"])
+            bucket = Bucket(f"s3://{started['bucket']}", started["environment"])
+            yield Store("s3", bucket.url, folder / "objects", ("--environment-file", str(file)), bucket)
         finally:
             # It ends with its input.
             if server.stdin is not None:

@@ -17,7 +17,7 @@ from rekindle_lab import netns
 from rekindle_lab.guests import COMMAND_PORT, Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.stats import median, p99
-from rekindle_lab.stores import Store, over_tls
+from rekindle_lab.stores import Store, in_object_store
 
 from .beds import GUEST_BYTES, BedEnvironment
 from .plan import Plan
@@ -132,9 +132,10 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
 
 
 def output(env: BedEnvironment, plan: Plan) -> None:
-    """Measures a guest outside of the cluster, with its store over TLS."""
+    """Measures a guest outside of the cluster, with its store in an object store."""
     env.stop_bed()
-    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as tls_store:
+    programs = env.rekindle.binary.parent / "examples"
+    with netns.namespace(f"rkb{getpid()}o") as name, in_object_store(programs, env.work) as bucket:
         guest = Guest(
             "output",
             image=env.image("micro"),
@@ -145,7 +146,7 @@ def output(env: BedEnvironment, plan: Plan) -> None:
             ram_dir=env.ram_dir,
             disk_dir=env.disk_dir,
         )
-        store = tls_store.fresh(guest.name)
+        store = bucket.fresh(guest.name)
         with env.ours(guest):
             _warm_up(guest, plan.throughput_window_s)
             for round_number in range(plan.output_rounds):

@@ -17,6 +17,8 @@ from rekindle_lab.stats import median, p95
 from .rows import STORES, THERE
 
 SMALL_MIB = 512
+LINKS = {"s3": "through an object store", "tls": "over TLS"}
+"""How `rekindle move` reaches a store, by its kind. `tls`: a server of Rekindle, which earlier rows have."""
 LOAD = "dirty 20"
 """The load for which the figure is computed: an idle guest has next to nothing to send in a pause."""
 
@@ -36,11 +38,17 @@ def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
     return min(medians_us, key=medians_us.__getitem__, default=None)
 
 
+def _store(frame: pd.DataFrame) -> str:
+    """Returns the kind of the store through which `move` goes."""
+    kinds = set(matching(frame, how="move")["store"])
+    return str(kinds.pop()) if len(kinds) == 1 else STORES["move"]
+
+
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figure with its bar, against QEMU's best way. `raw`: name of the file of rows."""
     findings = Findings(raw)
     best = best_live(frame, LOAD, SMALL_MIB) or "live"
-    ours_is = f"rekindle move over TLS, {size(SMALL_MIB)}, {LOAD} MB/s"
+    ours_is = f"rekindle move {LINKS[_store(frame)]}, {size(SMALL_MIB)}, {LOAD} MB/s"
     peer_is = f"QEMU's live migration of the same, downtime limit {LIVE[best]} ms"
     small = matching(frame, load=LOAD, memory_mib=SMALL_MIB)
     findings.add_ratio(
@@ -67,7 +75,7 @@ def _all_ratios(frame: pd.DataFrame) -> dict[str, float]:
             rows = matching(frame, load=load, memory_mib=mib)
             ours = stopped_ms(rows, how="move")
             peers = {f"{name}_{how}": stopped_ms(rows, how=how) for how in LIVE}
-            peers[f"{name}_tls_to_local"] = stopped_ms(rows, how="move-local")
+            peers[f"{name}_{_store(frame)}_to_local"] = stopped_ms(rows, how="move-local")
             if (best := best_live(frame, load, mib)) is not None:
                 peers = {name: stopped_ms(rows, how=best), **peers}
             ratios |= {key: median(ours) / median(theirs) for key, theirs in peers.items() if ours and theirs}

@@ -2,7 +2,7 @@
 
 Two run directories and two network namespaces of one machine serve as the two hosts. Every way uses the machine's
 loopback as its link: `ssh` is a script that starts the destination's Rekindle, QEMU's migration uses TCP, and
-checkpoints use TLS to a store and from it. `move-local` has its store in a folder, which crosses no link.
+checkpoints go to an object store and from it. `move-local` has its store in a folder, which crosses no link.
 """
 
 import json

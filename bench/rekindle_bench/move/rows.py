@@ -9,8 +9,8 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 from rekindle_lab.peers.migrate import LIVE
 
-STORES = {"move": "tls", "move-local": "disk"}
-"""The ways of `rekindle move`, and the store of each: `tls` over the loopback as a migration, `disk` in a folder."""
+STORES = {"move": "s3", "move-local": "disk"}
+"""The ways of `rekindle move`, and the store of each: `s3` over the loopback as a migration, `disk` in a folder."""
 HOWS = (*STORES, *LIVE, "non-live")
 """The ways of Rekindle; QEMU's live migrations with unlimited bandwidth, by downtime limit; QEMU's non-live one."""
 

@@ -179,6 +179,7 @@ def intervals(env: ProtectEnvironment, plan: Plan) -> None:
                 _run_window(env, guest, work, plan, workload, protection, "intervals", round_number)
             _run_window(env, guest, work, plan, workload, None, "intervals", round_number)
             store.remove()
+    env.end_object_store()
 
 
 def slowdown(env: ProtectEnvironment, plan: Plan) -> None:

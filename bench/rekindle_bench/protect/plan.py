@@ -63,7 +63,7 @@ class Plan:
 _SAVES = {"background-snapshot": 4, "mapped-ram": 2, "full": 1}
 _WORKLOADS = ("compile", "transcode")
 _DISK_CELLS = tuple(("disk", workload, policy) for workload in _WORKLOADS for policy in ("default", "cow", "basic"))
-_OTHER_CELLS = tuple((store, workload, "default") for store in ("slow", "tls") for workload in _WORKLOADS)
+_OTHER_CELLS = tuple((store, workload, "default") for store in ("slow", "s3") for workload in _WORKLOADS)
 
 FULL = Plan(
     units=Units(),

@@ -26,8 +26,8 @@ COLOURS = {
 }
 
 
-HATCHES = {"disk": "", "slow": "//", "tls": ".."}
-"""Hatch of a bar by the kind of store."""
+HATCHES = {"disk": "", "slow": "//", "s3": "..", "tls": "xx"}
+"""Hatch of a bar by the kind of store. `tls`: a server of Rekindle, which earlier rows have."""
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:

@@ -39,7 +39,7 @@ class Row:
     workload: str
     """What the guest does: `compile`, `transcode`, `dirty` (it writes `rate_mb`), `idle`."""
     store: str
-    """Kind of the store: `disk`, `slow`, `tls`, `encrypted`; empty for a window without protection."""
+    """Kind of the store: `disk`, `slow`, `s3`, `encrypted`; empty for a window without protection."""
     how: str
     """A policy of Rekindle (`POLICIES`), a peer, or `none` without protection."""
     round: int

@@ -12,7 +12,7 @@ from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
 from rekindle_lab.slow import can_be_slow
-from rekindle_lab.stores import Store, encrypted, on_disk, on_slow_disk, over_tls
+from rekindle_lab.stores import Store, encrypted, in_object_store, on_disk, on_slow_disk
 from rekindle_lab.work import Work
 
 from .rows import DEFAULT, Row
@@ -29,6 +29,8 @@ class ProtectEnvironment(Environment):
     """Closes the stores at the end of the run."""
     _stores: dict[str, Store] = field(default_factory=dict)
     """Stores that are made, by kind."""
+    _object_store: ExitStack = field(default_factory=ExitStack)
+    """Ends the object store."""
 
     def has_store(self, kind: str) -> bool:
         """Returns whether this machine can have stores of this kind; if not, records the omission."""
@@ -40,7 +42,7 @@ class ProtectEnvironment(Environment):
         return False
 
     def store(self, kind: str) -> Store:
-        """Returns a folder for stores of a kind (`disk`, `slow`, `tls`, `encrypted`), made at the first call."""
+        """Returns a folder for stores of a kind (`disk`, `slow`, `s3`, `encrypted`), made at the first call."""
         if kind not in self._stores:
             if kind == "disk":
                 store = on_disk(self.disk_dir / "stores")
@@ -48,10 +50,19 @@ class ProtectEnvironment(Environment):
                 store = encrypted(self.rekindle, self.disk_dir / "encrypted")
             elif kind == "slow":
                 store = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
+            elif kind == "s3":
+                programs = self.rekindle.binary.parent / "examples"
+                self._closing.callback(self._object_store.close)
+                store = self._object_store.enter_context(in_object_store(programs, self.work))
             else:
-                store = self._closing.enter_context(over_tls(self.rekindle, self.disk_dir / "tls"))
+                raise ValueError(f"no kind of store: {kind}")
             self._stores[kind] = store
         return self._stores[kind]
+
+    def end_object_store(self) -> None:
+        """Ends the object store, if it runs: its daemons take processor time from what is measured next."""
+        self._object_store.close()
+        self._stores.pop("s3", None)
 
     @contextmanager
     def working(self, name: str, memory_mib: int, index: int, touch: str | None = None) -> Iterator[tuple[Guest, Work]]:

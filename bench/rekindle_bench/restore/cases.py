@@ -165,6 +165,7 @@ def stores(env: RestoreEnvironment, plan: Plan) -> None:
                 _restore(env, guest.name, store, row)
         for store in all_stores:
             store.remove()
+    env.end_object_store()
 
 
 def prepared(env: RestoreEnvironment, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """The case `elsewhere`: a compilation continues on another host after its host has died.
 
-The other host is another run directory and network namespace, with the store on a server. The result must be bit for
-bit that of an undisturbed run.
+The other host is another run directory and network namespace; the checkpoints are in an object store. The result must
+be bit for bit that of an undisturbed run.
 """
 
 import os
@@ -27,7 +27,7 @@ from .plan import Plan
 from .rows import Row
 
 MEMORY_MIB = 512
-COLUMNS = {"case": "elsewhere", "memory_mib": MEMORY_MIB, "workload": "compile", "store": "tls"}
+COLUMNS = {"case": "elsewhere", "memory_mib": MEMORY_MIB, "workload": "compile", "store": "s3"}
 """Columns that all rows of this case share."""
 END_DEADLINE_S = 60.0
 """Deadline for killed processes to end."""
@@ -48,6 +48,7 @@ def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
         ram.mkdir()
         _of_rekindle(env, plan, destination, other_netns, ram)
         _of_libvirt(env, plan, destination, other_netns, ram, folder)
+    env.end_object_store()
 
 
 def _folder_for_libvirt(env: RestoreEnvironment) -> Path:
@@ -134,7 +135,7 @@ def _compile_while_host_dies(
     env.log(f"elsewhere: {how}: undisturbed")
     undisturbed = work.run("compile", count)
     env.log(f"elsewhere: {how}: with the death of its host in the middle")
-    store: Store = env.store("tls").fresh(f"elsewhere-{how}")
+    store: Store = env.store("s3").fresh(f"elsewhere-{how}")
     protector = Protector(env.rekindle, name, store, "1s")
     moved: list[Row] = []  # the row of the only move, once it has happened
 

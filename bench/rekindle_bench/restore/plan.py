@@ -50,7 +50,7 @@ FULL = Plan(
         8192: {"lazy": 20, "eager": 2, "incoming": 2},
     },
     touch={2048: "1G", 8192: "2G"},
-    stores=("disk", "slow", "tls"),
+    stores=("disk", "slow", "s3"),
     store_restores=6,
     prepared_restores=16,
     crashes_by_workload={"compile": 3, "transcode": 4},

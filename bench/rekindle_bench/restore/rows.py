@@ -36,7 +36,7 @@ class Row:
     workload: str
     """What the guest did at its checkpoint: `compile`, `transcode`."""
     store: str
-    """Kind of the store: `disk`, `slow`, `tls`."""
+    """Kind of the store: `disk`, `slow`, `s3`."""
     how: str
     """A member of `HOWS`, or `undisturbed` for a window."""
     round: int

@@ -32,6 +32,8 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     if objects.values and server.values:
         contrast = Contrast.of(objects, server, "ms", with_peer=False)
         findings.add("s3_restore", objects.values, "ms", Bar(150.0), contrast=contrast, ratio_bar=Bar(2.0))
+    elif objects.values:
+        findings.add("s3_restore", objects.values, "ms", Bar(150.0))
     else:
         findings.report_missing("s3_restore")
     _owners(frame, findings)

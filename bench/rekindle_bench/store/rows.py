@@ -9,7 +9,7 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 STORES = ("s3", "tls")
-"""Kinds of store from which a guest is restored: the object store, and Rekindle's own server."""
+"""Kinds of store from which a guest was restored: an object store and, in earlier rows, a server of Rekindle."""
 
 
 @dataclass(kw_only=True)

@@ -160,11 +160,11 @@ pub fn configuration_commands(configured: &Configured<'_>, parameters: &[(&str, 
     )
 }
 
-/// Returns the store and the options of `rekindle store init`. A store on a server needs the node's certificate.
+/// Returns the store and the options of `rekindle store init`: an object store needs its variables.
 fn store_arguments(parameters: &[(&str, String)]) -> String {
-    let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quote(url)).unwrap_or_default();
-    let tls_files = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
-    tls_files.fold(store, |arguments, (key, file)| format!("{arguments} --{key} {}", quote(file)))
+    let find = |name: &str| parameters.iter().find(|(key, _)| *key == name).map(|(_, value)| quote(value));
+    let store = find("store").unwrap_or_default();
+    find("environment_file").map_or_else(|| store.clone(), |file| format!("{store} --environment-file {file}"))
 }
 
 /// Returns a line for each of [`OPERATIONS`], which begins with `prefix`; without those of a move, unless `can_move`.
@@ -191,16 +191,16 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
         let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
         assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
-        let parameters = [("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())];
+        let parameters = [("store", "s3://b/web".into()), ("environment_file", "/s3.env".into())];
         let source = Source::Definition(Path::new("/etc/rekindle/my web.toml"));
         let own = Configured { name: "web", source, utilization: Some(Utilization::of(&definition)) };
         let text = configuration_commands(&own, &parameters);
         for part in [
-            "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web cert=/c.pem \\\n",
+            "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=s3://b/web environment_file=/s3.env \\\n",
             "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true migration-threshold=3 failure-timeout=60s\n",
             "migrate_to interval=0s timeout=600s \\\n    migrate_from interval=0s timeout=60s \\\n",
             "pcs resource utilization web memory=1536 vcpus=3",
-            "#   rekindle store init tls://s:7001/web --cert /c.pem\n",
+            "#   rekindle store init s3://b/web --environment-file /s3.env\n",
         ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }

@@ -6,7 +6,7 @@
 use crate::resource::Resource;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::{detach, disown};
+use rekindle_kernel::spawn::{detach, disown, this_program};
 use rekindle_vm::lock::protector;
 use rekindle_vm::logs::begin_anew;
 use rekindle_vm::rundir::{RunDir, write_json};
@@ -53,7 +53,7 @@ fn started_by_this_node(rundir: &RunDir) -> Option<Process> {
 fn rekindle_command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io::Result<Command> {
     let log = rundir.file("protect.log");
     let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
-    let mut rekindle_command = Command::new(std::env::current_exe()?);
+    let mut rekindle_command = this_program()?;
     rekindle_command.args(arguments).stdout(open()?).stderr(open()?);
     if let Some(root) = rundir.path().parent() {
         rekindle_command.env("REKINDLE_RUN_DIR", root);

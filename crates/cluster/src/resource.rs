@@ -85,13 +85,7 @@ impl Resource {
         if let Some(lag) = max_lag {
             add("--max-lag", ms(lag).into());
         }
-        let (tls, keys) = credentials.as_ref().map_or((None, None), |found| (found.tls.as_ref(), found.keys.as_ref()));
-        if let Some(identity) = tls {
-            add("--cert", identity.cert.clone().into());
-            add("--key", identity.key.clone().into());
-            add("--ca", identity.ca.clone().into());
-        }
-        match keys {
+        match credentials.as_ref().and_then(|credentials| credentials.keys.as_ref()) {
             Some(KeySource::File(path)) => add("--key-file", path.clone().into()),
             Some(KeySource::Command(command)) => add("--key-command", command.into()),
             None => {}

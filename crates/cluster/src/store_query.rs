@@ -2,6 +2,7 @@
 
 use crate::outcome::StartError;
 use crate::resource::Resource;
+use rekindle_store::credentials::{Credentials, Retries};
 use rekindle_store::listing::Listing;
 use rekindle_store::{StoreError, admin};
 use std::error::Error;
@@ -13,9 +14,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Queries the store, and repeats the query until `deadline`: the store may itself be failing over to another node.
 /// `None`: no VM has used the store yet.
 pub(crate) fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
+    let credentials = resource.protect.credentials.clone().unwrap_or_default();
+    let credentials = Credentials { retries: Retries::Never, ..credentials };
     let mut is_reported = false;
     loop {
-        match find(resource) {
+        match list(resource, Some(&credentials)) {
             Err(e) if e.is_transient() && Instant::now() < deadline => {
                 if !std::mem::replace(&mut is_reported, true) {
                     let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
@@ -30,8 +33,11 @@ pub(crate) fn find_with_retries(resource: &Resource, deadline: Instant) -> Resul
 
 /// Queries the store. `None`: no VM has used the store yet.
 pub(crate) fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
-    let store = &resource.protect.store;
-    match admin::listing(store, resource.protect.credentials.as_ref()) {
+    list(resource, resource.protect.credentials.as_ref())
+}
+
+fn list(resource: &Resource, credentials: Option<&Credentials>) -> Result<Option<Listing>, StartError> {
+    match admin::listing(&resource.protect.store, credentials) {
         Ok(listing) => Ok(Some(listing)),
         Err(StoreError::NotAStore { store }) => Err(StartError::NotAStore { store }),
         Err(StoreError::Unused { .. }) => Ok(None),

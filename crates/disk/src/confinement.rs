@@ -17,28 +17,27 @@ pub fn frames_directory(control: &Path) -> PathBuf {
 /// memory that it shares with other servers.
 pub(crate) fn create_frames_directory(control: &Path, user: Option<u32>) {
     let directory = frames_directory(control);
-    // With a user of its own, the VM's QEMU may search the run directory.
-    let is_run_dir = directory.parent().is_some_and(|parent| is_private(parent, None, user.map_or(0, |_| 0o010)));
-    if !is_run_dir {
+    // Once the VM's QEMU has a user of its own, that may search the run directory.
+    if !directory.parent().is_some_and(|parent| is_private(parent, None, 0o010)) {
         return;
     }
     let created = match DirBuilder::new().mode(0o700).create(&directory) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
-        _ => give_to(&directory, user),
+        _ => give_to(&directory, user.unwrap_or(rustix::process::geteuid().as_raw())),
     };
     if let Err(e) = created {
-        tracing::warn!("{}: {e}", directory.display());
+        tracing::warn!("{}: {e}; no cache is shared with the VM's other disk servers", directory.display());
     }
 }
 
-/// Gives the directory and its lists, which a server of root may have made, to the user.
-fn give_to(directory: &Path, user: Option<u32>) -> io::Result<()> {
-    // In a directory that is the user's already, an entry may be a hard link to the file of another user.
-    let Some(user) = user.filter(|user| fs::symlink_metadata(directory).is_ok_and(|found| found.uid() != *user)) else {
+/// Gives the directory to the user, without lists of servers with another user.
+fn give_to(directory: &Path, user: u32) -> io::Result<()> {
+    if fs::symlink_metadata(directory)?.uid() == user {
         return Ok(());
-    };
+    }
+    // They cannot be given, too: an entry of an untrusted user may be a hard link to the file of another one.
     for entry in fs::read_dir(directory)? {
-        lchown(entry?.path(), Some(user), Some(user))?;
+        fs::remove_file(entry?.path())?;
     }
     lchown(directory, Some(user), Some(user))
 }

@@ -18,11 +18,15 @@ use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
 use crate::served_disk::ServedDisk;
-use rekindle_kernel::lines::Lines;
+use rekindle_kernel::lines::{LineError, Lines};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::unix_socket;
+use rustix::net::sockopt::socket_peercred;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -30,6 +34,12 @@ use std::time::{Duration, Instant};
 
 /// How long to wait for an answer. A server that is stopping waits for its disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long to wait for a server that a signal has stopped (`SIGSTOP`).
+const STOPPED_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval between checks whether the server is stopped.
+const STOPPED_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// How long a server may let a connection wait in its queue when that is full.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most bytes of a command, with its line end.
 const MAX_COMMAND_BYTES: u64 = 1 << 16;
 /// Most bytes of an answer.
@@ -251,17 +261,20 @@ pub enum ControlError {
 pub struct Control {
     path: PathBuf,
     lines: Lines<UnixStream>,
+    /// The server, if it is visible from here.
+    server: Option<Process>,
 }
 
 impl Control {
     /// Connects to the control socket at `path`.
     pub fn connect(path: &Path) -> Result<Self, ControlError> {
-        let connected = UnixStream::connect(path).and_then(|stream| {
+        let connected = unix_socket::connect(path, CONNECT_TIMEOUT).and_then(|stream| {
             stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
             Ok(stream)
         });
         let stream = connected.map_err(|source| ControlError::Connect { path: path.to_owned(), source })?;
-        Ok(Self { path: path.to_owned(), lines: Lines::new(stream, MAX_ANSWER_BYTES) })
+        let server = server_of(&stream);
+        Ok(Self { path: path.to_owned(), lines: Lines::new(stream, MAX_ANSWER_BYTES), server })
     }
 
     /// Sends a command and waits for the answer.
@@ -279,9 +292,36 @@ impl Control {
     fn exchange(&mut self, command: &ControlCommand) -> io::Result<Answer> {
         let mut line = serde_json::to_vec(command)?;
         line.push(b'\n');
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
         self.lines.stream().write_all(&line)?;
-        serde_json::from_slice(&self.lines.next_by(deadline)?).map_err(io::Error::other)
+        match self.wait_for_line(Instant::now() + ANSWER_TIMEOUT) {
+            Ok(line) => serde_json::from_slice(&line).map_err(io::Error::other),
+            Err(e) => {
+                // A late answer must not be taken for the answer to the next command.
+                let _ = self.lines.stream().shutdown(Shutdown::Both);
+                Err(e)
+            }
+        }
+    }
+
+    /// Waits for a line until `deadline`. A server that is stopped must continue within [`STOPPED_TIMEOUT`].
+    fn wait_for_line(&mut self, deadline: Instant) -> io::Result<Vec<u8>> {
+        let mut stopped_since = None;
+        loop {
+            let now = Instant::now();
+            match self.lines.next_by(deadline.min(now + STOPPED_CHECK_INTERVAL)) {
+                Err(LineError::Late) if Instant::now() < deadline => {}
+                other => return Ok(other?),
+            }
+            let stopped = self.server.filter(Process::is_stopped);
+            stopped_since = stopped.and(stopped_since.or(Some(now)));
+            if let (Some(Process { pid, .. }), Some(since)) = (stopped, stopped_since)
+                && since.elapsed() > STOPPED_TIMEOUT
+            {
+                let text =
+                    format!("its server (process {pid}) was stopped by a signal; to resume it: kill -CONT {pid}");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            }
+        }
     }
 
     fn refused(&self, why: String) -> ControlError {
@@ -337,6 +377,12 @@ impl Control {
     pub fn collect(&mut self) -> Result<Vec<Span>, ControlError> {
         self.ask(&ControlCommand::CollectPages {})
     }
+}
+
+/// Returns the process that listens at the other end of a connection.
+fn server_of(stream: &UnixStream) -> Option<Process> {
+    let pid = socket_peercred(stream).ok()?.pid.as_raw_nonzero().get();
+    Process::of(u32::try_from(pid).ok()?).ok()
 }
 
 /// An answer, as the server sends it.

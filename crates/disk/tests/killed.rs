@@ -14,6 +14,7 @@ use common::{
 use rekindle_disk::control::ControlCommand;
 use rekindle_disk::keeper::EpochId;
 use rekindle_disk::server::serve;
+use rekindle_kernel::process::Process;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -165,5 +166,38 @@ fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
     child.kill().unwrap();
     child.wait().unwrap();
     // The disk's own server, which ended at the beginning, opens the disk again.
+    disk.serve(|_| ());
+}
+
+#[test]
+fn no_notification_is_lost_while_the_server_is_stopped_and_another_front_end_goes() {
+    let mut disk = Disk::new(BLOCKS);
+    disk.end();
+    let mut child = start(disk.directory.path());
+    let server = Process::of(child.id()).unwrap();
+    let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
+    guest.track();
+    guest.run(0, RingState::Empty);
+    let mut random = fastrand::Rng::with_seed(2);
+    for round in 0..200u64 {
+        let other = Guest::connect(&disk.socket(), guest.memory.try_clone().unwrap(), 1);
+        let is_early = random.bool();
+        if is_early {
+            guest.add_request(0, &GuestRequest::read(round, FIRST_FREE_FRAME));
+            guest.kick(0);
+        }
+        assert!(server.stop_fully(Duration::from_secs(10)).unwrap());
+        if !is_early {
+            guest.add_request(0, &GuestRequest::read(round, FIRST_FREE_FRAME));
+            guest.kick(0);
+        }
+        drop(other);
+        server.resume().unwrap();
+        let completed = guest.wait_completed(0);
+        assert!(completed.len() == 1 && completed[0].status == 0, "round {round}: {completed:?}");
+        assert!(guest.frame(FIRST_FREE_FRAME) == disk.block(round), "round {round}");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
     disk.serve(|_| ());
 }

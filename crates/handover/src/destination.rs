@@ -18,7 +18,7 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{Feed, begin_load_from_file, wait_loaded};
-use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_qemu::vmm::{Vmm, log_tail};
 use rekindle_vm::journal::{JOURNAL_FILE, Step};
 use rekindle_vm::network;
 use rekindle_vm::qemu_user;
@@ -110,7 +110,7 @@ impl Destination<SpawnedStage> {
         handover.pass_pipeline(PipelinePoint::Spawned, start);
         let connected = handover.write_journal().and_then(|()| {
             handover.pass_pipeline(PipelinePoint::Recorded, start);
-            let qmp = vmm.connect(vmm::START_TIMEOUT)?;
+            let qmp = handover.connect(&vmm)?;
             qemu_user::seal(handover.name(), &vmm.directory())?;
             Ok(qmp)
         });

@@ -39,6 +39,15 @@ pub enum HandoverError {
         /// How long the QEMU had to answer.
         waited: Duration,
     },
+    #[error(
+        "{name}: QEMU (process {pid}) does not answer, because it waits for a disk: {problem}; then run the command again"
+    )]
+    WaitsForServer {
+        name: String,
+        pid: u32,
+        /// Text that names the disk's server, its state, and how it continues.
+        problem: String,
+    },
     #[error("the destination QEMU of {name} failed to {doing}; end of its log:\n{log}")]
     DestinationFailed {
         name: String,
@@ -123,7 +132,7 @@ impl HandoverError {
     pub fn needs_recovery(&self) -> bool {
         match self {
             Self::Silent { .. } => true,
-            Self::NotRecorded { .. } => true,
+            Self::NotRecorded { .. } | Self::WaitsForServer { .. } => true,
             Self::Vmm(e) => e.is_silence(),
             Self::Qmp(e) => e.is_silence(),
             Self::Life(e) => e.is_silence(),

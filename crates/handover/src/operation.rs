@@ -5,8 +5,11 @@ use crate::{HandoverError, evidence};
 use rekindle_kernel::{descriptor, tap};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
+use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::disks;
 use rekindle_vm::fault;
+use rekindle_vm::helpers::{self, Helper};
 use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind, Operation, Step};
 use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
@@ -20,6 +23,8 @@ use std::time::Duration;
 
 /// How long the threads of a QEMU may take to stop.
 const FREEZE_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long a QEMU may be silent until its disk servers are checked.
+const SILENCE_BEFORE_CHECK: Duration = Duration::from_secs(5);
 /// How long a killed QEMU may take to end.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -96,6 +101,32 @@ impl Handover {
         point.pass(&self.journal.operation, start);
     }
 
+    /// Connects to a QEMU of this hand-over, as [`Vmm::connect`] does. A QEMU whose disk server is stopped or has ended does
+    /// not answer: the error names the server, and comes earlier.
+    ///
+    /// # Errors
+    /// [`HandoverError::WaitsForServer`]; [`HandoverError::Vmm`], as for [`Vmm::connect`].
+    pub(crate) fn connect(&self, qemu: &Vmm) -> Result<Qmp, HandoverError> {
+        match qemu.connect(SILENCE_BEFORE_CHECK) {
+            Err(e) if e.is_silence() => {}
+            connected => return Ok(connected?),
+        }
+        if let Some(problem) = self.describe_server_problem() {
+            return Err(HandoverError::WaitsForServer { name: self.name().into(), pid: qemu.pid, problem });
+        }
+        Ok(qemu.connect(vmm::START_TIMEOUT)?)
+    }
+
+    /// Describes a disk server for which a QEMU of this hand-over waits.
+    fn describe_server_problem(&self) -> Option<String> {
+        let servers: Vec<_> = disks::served(&self.state.hardware).map(|disk| Helper::Disk(disk.id.clone())).collect();
+        if let Some(missing) = servers.iter().find(|server| server.process(&self.rundir).is_none()) {
+            return Some(format!("{missing} has ended"));
+        }
+        let stopped = helpers::stopped_among(&self.rundir, servers).unwrap_or_default();
+        stopped.first().map(ToString::to_string)
+    }
+
     /// Returns a function that adds the path of a file of the run directory to an error.
     pub fn file_error(&self, file: &str) -> impl Fn(io::Error) -> HandoverError + use<> {
         let path = self.rundir.file(file);
@@ -153,7 +184,7 @@ impl Handover {
                 self.attach_queues(source)?;
                 source.process().resume().map_err(self.file_error("qemu"))?;
             }
-            let mut qmp = source.connect(vmm::START_TIMEOUT)?;
+            let mut qmp = self.connect(source)?;
             if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
                 guest::resume_after_save(&mut qmp)?;
             }

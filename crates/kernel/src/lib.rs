@@ -5,7 +5,7 @@
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
 //!   starting and finding them ([`spawn`], [`jail`], [`surroundings`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
 //!   memory ([`memory`], [`heap`], [`private_pages`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
-//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]), numbers of users ([`users`]);
+//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`], [`descriptor_limit`]), scheduling ([`sched`]), numbers of users ([`users`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`], [`vhost_net`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), access control lists ([`access_list`]), what tests replace by a
@@ -13,7 +13,7 @@
 //!   writing ([`write_watch`]), mapped files ([`mapping`]), large buffers ([`large`]), the read-only flag of block devices
 //!   ([`block_device`]);
 //! - loading the next kernel ([`kexec`]); services of systemd ([`systemd`]);
-//! - libvirt's C library ([`libvirt_client`]); time limits for answers that may never come ([`patience`]).
+//! - libvirt's C library ([`libvirt_client`]); time limits for answers that may never come ([`patience`], [`unix_socket`]).
 //!
 //! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
 //! their use.
@@ -24,6 +24,7 @@ pub mod access_list;
 pub mod block_device;
 pub mod confinement;
 pub mod descriptor;
+pub mod descriptor_limit;
 pub mod durable_file;
 pub mod file;
 pub mod heap;
@@ -39,6 +40,7 @@ pub mod lockfile;
 pub mod mapping;
 pub mod maps;
 pub mod memory;
+pub mod mounts;
 pub mod netns;
 pub mod output;
 pub mod packet;
@@ -55,6 +57,7 @@ pub mod systemd;
 pub mod tap;
 #[cfg(test)]
 mod testing;
+pub mod unix_socket;
 pub mod uring;
 pub mod userfault;
 pub mod users;

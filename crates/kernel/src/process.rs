@@ -4,7 +4,6 @@
 //! record in a file can be compared with the process that has the number later. Signals are sent through a pidfd, so
 //! that they cannot reach a process that has received the number in between.
 
-use nix::unistd::getsid;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -54,7 +53,7 @@ impl Process {
     pub fn is_alive(&self) -> bool {
         match stat(self.pid) {
             Ok((state, started)) => started == self.started && !matches!(state, b'Z' | b'X'),
-            Err(e) => !is_gone(&e),
+            Err(e) => is_unknown(&e),
         }
     }
 
@@ -68,29 +67,9 @@ impl Process {
         // Checked after the open: from then on the descriptor cannot refer to another process.
         match stat(self.pid) {
             Ok((_, started)) if started == self.started => Ok(fd),
-            Err(e) if !is_gone(&e) => Err(e),
+            Err(e) if is_unknown(&e) => Err(e),
             _ => Err(self.gone()),
         }
-    }
-
-    /// Returns the other processes of the session that this process leads: those that it has started, and those that they have
-    /// started, which made no session of their own.
-    ///
-    /// # Errors
-    /// Errors of reading `/proc`.
-    pub fn session(&self) -> io::Result<Vec<Self>> {
-        let mut processes = Vec::new();
-        for entry in fs::read_dir("/proc")? {
-            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-            // Kernel threads have session 0.
-            let session = getsid(Some(nix::unistd::Pid::from_raw(pid.cast_signed())));
-            let is_in_session = session.is_ok_and(|leader| leader.as_raw().cast_unsigned() == self.pid);
-            if is_in_session && pid != self.pid {
-                // A process that has just ended is none.
-                processes.extend(Self::of(pid));
-            }
-        }
-        Ok(processes)
     }
 
     /// Sends `SIGTERM`. A process that has ended already is no error.
@@ -163,6 +142,25 @@ impl Process {
             }
         }
         count > 0
+    }
+
+    /// Returns the other processes of the session that this process leads: processes that it has started, and their
+    /// children.
+    ///
+    /// # Errors
+    /// `NotFound` if `/proc` is not mounted; an error if no descriptor is free.
+    pub fn others_in_session(&self) -> io::Result<Vec<Self>> {
+        let mut others = Vec::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            match session(pid).and_then(|leader| Ok((leader, Self::of(pid)?))) {
+                Ok((leader, process)) if leader == Some(self.pid) && pid != self.pid => others.push(process),
+                Err(e) if is_unknown(&e) => return Err(e),
+                // Of another session, or it has just ended.
+                _ => {}
+            }
+        }
+        Ok(others)
     }
 
     fn gone(&self) -> io::Error {
@@ -245,10 +243,26 @@ fn is_gone(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }
 
+/// Returns whether an error of reading `/proc` is about this process, so that the other one may run.
+fn is_unknown(e: &io::Error) -> bool {
+    let of_this_process = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EINTR, libc::EIO];
+    e.raw_os_error().is_some_and(|errno| of_this_process.contains(&errno))
+}
+
 /// Reads state letter and start time from `/proc/PID/stat`.
 fn stat(pid: u32) -> io::Result<(u8, u64)> {
     let text = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is odd")))
+}
+
+/// Returns the number of the process that leads the session of another process (field 6 of `/proc/PID/stat`).
+fn session(pid: u32) -> io::Result<Option<u32>> {
+    let text = fs::read(format!("/proc/{pid}/stat"))?;
+    let parse = || {
+        let end = text.iter().rposition(|&byte| byte == b')')?;
+        std::str::from_utf8(text.get(end + 1..)?).ok()?.split_ascii_whitespace().nth(6 - 3)?.parse().ok()
+    };
+    Ok(parse())
 }
 
 /// Parses a line of `/proc/PID/stat`. The command (field 2) may contain spaces and brackets, so fields count from the
@@ -314,17 +328,24 @@ mod tests {
     }
 
     #[test]
-    fn a_session_has_the_children_of_its_leader() {
+    fn the_processes_of_a_session_are_found_and_show_whether_they_are_stopped() {
         let mut command = Command::new("sh");
-        command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(std::process::Stdio::piped());
-        let mut leader = crate::spawn::detach(&mut command).spawn().unwrap();
-        let mut line = String::new();
-        std::io::BufRead::read_line(&mut io::BufReader::new(leader.stdout.take().unwrap()), &mut line).unwrap();
-        let child = Process::of(line.trim().parse().unwrap()).unwrap();
-        let session = Process::of(leader.id()).unwrap().session().unwrap();
-        child.kill().unwrap();
-        leader.wait().unwrap();
-        assert_eq!(session, [child]);
+        crate::spawn::detach(command.args(["-c", "sleep 1000 & wait"]));
+        let mut child = command.spawn().unwrap();
+        let leader = Process::of(child.id()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let member = loop {
+            if let Some(member) = leader.others_in_session().unwrap().first() {
+                break *member;
+            }
+            assert!(Instant::now() < deadline, "no process in its session");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(member.stop_fully(Duration::from_secs(10)).unwrap() && !leader.is_stopped());
+        assert!(member.is_stopped() && member.others_in_session().unwrap().is_empty());
+        member.kill().unwrap();
+        leader.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

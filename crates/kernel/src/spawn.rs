@@ -1,13 +1,48 @@
-//! Starting child processes that outlive their starter, or that end with it.
+//! Starting this program again, and child processes that outlive their starter or end with it.
 
 use rustix::process::Signal;
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
+/// Suffix that the kernel appends to the name of a program that was removed or replaced.
+const DELETED_SUFFIX: &[u8] = b" (deleted)";
+/// The link by which a process finds its own program, also after a removal.
+const OWN_PROGRAM: &str = "/proc/self/exe";
+
 /// Disowned children that may still run.
 static LEFT: Mutex<Vec<Child>> = Mutex::new(Vec::new());
+
+/// Returns a command that starts this program again: after an upgrade the installed program, after a removal the one that runs.
+///
+/// # Errors
+/// When `/proc` does not show which program this is.
+pub fn this_program() -> io::Result<Command> {
+    let path = std::env::current_exe()?;
+    Ok(installed_program(&path).map_or_else(
+        || {
+            let mut command = Command::new(OWN_PROGRAM);
+            command.arg0(without_deleted_suffix(&path));
+            command
+        },
+        Command::new,
+    ))
+}
+
+/// Returns the program that is installed where the kernel reports the running one. `None` if there is none any more.
+fn installed_program(running: &Path) -> Option<PathBuf> {
+    // A program may have a name that ends like this.
+    [running, without_deleted_suffix(running)].into_iter().find(|path| path.is_file()).map(Path::to_owned)
+}
+
+fn without_deleted_suffix(path: &Path) -> &Path {
+    let bytes = path.as_os_str().as_bytes();
+    bytes.strip_suffix(DELETED_SUFFIX).map_or(path, |name| Path::new(OsStr::from_bytes(name)))
+}
 
 /// Makes `command` start in a session of its own, without standard input. A closed terminal or an interrupt of the
 /// starter does not reach it.
@@ -61,6 +96,18 @@ mod tests {
     use std::fs;
     use std::path::Path;
     use std::time::Duration;
+
+    #[test]
+    fn the_program_of_an_upgraded_process_is_the_installed_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let (program, reported) = (directory.path().join("program"), directory.path().join("program (deleted)"));
+        assert_eq!(installed_program(&reported), None, "the program was removed");
+        fs::write(&program, "").unwrap();
+        assert_eq!(installed_program(&program).as_ref(), Some(&program));
+        assert_eq!(installed_program(&reported).as_ref(), Some(&program));
+        fs::write(&reported, "").unwrap();
+        assert_eq!(installed_program(&reported), Some(reported), "a program of that name");
+    }
 
     #[test]
     fn a_detached_process_leads_its_own_session() {

@@ -1,8 +1,8 @@
 //! Users of the host: which numbers are in use, and becoming another one.
 
-use nix::unistd::{Gid, Group, Uid, User};
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Gid, Group, Uid, User, fork};
 use rustix::io::Errno;
-use rustix::thread::{CapabilitySet, capabilities};
 use std::fs;
 use std::path::Path;
 
@@ -28,22 +28,27 @@ fn is_in_ranges(file: &Path, number: u32) -> bool {
     ranges.any(|(first, count)| (first..first.saturating_add(count)).contains(&number.into()))
 }
 
-/// Returns whether this process can start processes as the user and group with this number: in a user namespace, only some numbers
-/// exist.
+/// Returns whether this process can start processes as the user and group with this number. In containers, it may have no right to do so, and
+/// some numbers do not exist.
 #[must_use]
 pub fn can_become(number: u32) -> bool {
-    let needed = CapabilitySet::SETUID | CapabilitySet::SETGID;
-    let has_right = capabilities(None).is_ok_and(|sets| sets.effective.contains(needed));
-    has_right && ["uid_map", "gid_map"].iter().all(|file| is_mapped(&format!("/proc/self/{file}"), number))
-}
-
-/// Searches the lines `FIRST OUTSIDE COUNT` of a file.
-fn is_mapped(file: &str, number: u32) -> bool {
-    let text = fs::read_to_string(file).unwrap_or_default();
-    text.lines().any(|line| {
-        let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
-        matches!(numbers[..], [first, _, count] if (first..first.saturating_add(count)).contains(&number.into()))
-    })
+    // SAFETY: the child makes system calls only.
+    match unsafe { fork() } {
+        Ok(ForkResult::Child) => {
+            let status = i32::from(become_user(number, number, &[]).is_err());
+            // SAFETY: the call does not return and takes no pointer.
+            unsafe { libc::_exit(status) }
+        }
+        Ok(ForkResult::Parent { child }) => loop {
+            match waitpid(child, None) {
+                Err(nix::errno::Errno::EINTR) => {}
+                // The status is unknown if this process ignores SIGCHLD. A wrong answer is an error later.
+                Err(_) => return true,
+                Ok(status) => return status == WaitStatus::Exited(child, 0),
+            }
+        },
+        Err(_) => false,
+    }
 }
 
 /// Makes the calling thread, which must be root, the given user. It loses its capabilities, unless the thread keeps them

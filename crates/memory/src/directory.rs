@@ -11,6 +11,7 @@ pub use replace::PreviousRam;
 
 use crate::hugepages::{HUGETLBFS_MAGIC, HugePages};
 use rekindle_kernel::memory::reserve;
+use rekindle_kernel::mounts::hides_mounts;
 use rustix::fs::{
     AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, fallocate, flock,
     fstatfs, open, openat, statfs, statx,
@@ -426,6 +427,11 @@ fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
     let is_mounted = fs::metadata(path)?.dev() != parent_device;
     if is_mounted {
         return Ok(());
+    }
+    if hides_mounts(path)? {
+        let why = "the tmpfs for RAM is not mounted, and the host would not see a mount of this process, which has mounts of its own, as \
+                   in a systemd unit; start a VM on the host first, or run on the host: rekindle host mount";
+        return Err(io::Error::other(why));
     }
     let try_mount = |more_options: &str| -> io::Result<()> {
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;

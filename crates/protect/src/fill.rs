@@ -16,7 +16,6 @@ use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
 use rekindle_store::keys::KeySource;
-use rekindle_store::remote::Identity;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rustix::fs::{FlockOperation, flock};
@@ -121,7 +120,7 @@ impl Fill {
         let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
         let credentials = credentials.and_then(CredentialPaths::of);
-        let (info, footer, stage) = (image.info(), image.footer(), FillStage::Filling);
+        let (info, footer, stage) = (image.info(), Some(image.footer()), FillStage::Filling);
         let (number, epoch) = (info.number, Some(info.epoch));
         Self { format: FORMAT, store, credentials, number, vmm, blocks, paged, epoch, footer, stage }
     }
@@ -136,7 +135,7 @@ impl Fill {
         let credentials = self.credentials.as_ref().map(CredentialPaths::credentials);
         let image =
             Image::open(&self.store, &ReadOptions { at: Some(self.number), credentials, ..ReadOptions::default() })?;
-        if self.footer.is_some() && image.footer() != self.footer {
+        if self.footer.is_some_and(|footer| footer != image.footer()) {
             return Err(FillError::OtherCheckpoint { store: self.store.clone(), number: self.number });
         }
         Ok(image)
@@ -146,15 +145,12 @@ impl Fill {
         self.credentials.as_ref().map(CredentialPaths::credentials).unwrap_or_default()
     }
 
-    /// Returns the files that connections to a server read: those of this host's certificates, and those that the
-    /// variables of an object store name.
+    /// Returns the files that the variables of an object store name, e.g. certificates of authorities.
     pub(crate) fn connection_files(&self) -> Vec<PathBuf> {
-        let Credentials { tls, environment_file, .. } = self.credentials();
-        let mut files = tls.map(|Identity { cert, key, ca }| vec![cert, key, ca]).unwrap_or_default();
+        let environment_file = self.credentials().environment_file;
         // A file that cannot be read is an error of `read_secrets`. Only an object store needs its secrets.
         let environment_file = environment_file.filter(|_| matches!(self.store, StoreUrl::Objects(_)));
-        files.extend(environment_file.and_then(|file| file.read().ok()).unwrap_or_default());
-        files
+        environment_file.and_then(|file| file.read().ok()).unwrap_or_default()
     }
 
     /// Reads the keys of an encrypted store and the variables of an object store, which this process keeps: later it may be

@@ -11,7 +11,6 @@ use crate::known_store::{KnownStoreError, KnownStoreFile};
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_life::shutdown::pull_the_plug;
-use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::{Expected, Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
@@ -97,7 +96,7 @@ pub enum EndGuestError {
 fn absolute_url(store: &StoreUrl) -> StoreUrl {
     match store {
         StoreUrl::Directory(path) => StoreUrl::Directory(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
-        StoreUrl::Remote(_) | StoreUrl::Objects(_) => store.clone(),
+        StoreUrl::Objects(_) => store.clone(),
     }
 }
 
@@ -124,23 +123,7 @@ impl OwnerRecord {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::claim_over(&SpareConnections::default(), rundir, store, credentials, vm, owner, only_if)
-    }
-
-    /// Does the same as [`OwnerRecord::claim`], over an existing connection to a server.
-    ///
-    /// # Errors
-    /// The errors of [`OwnerRecord::claim`].
-    pub fn claim_over(
-        spare: &SpareConnections,
-        rundir: &RunDir,
-        store: &StoreUrl,
-        credentials: Option<&Credentials>,
-        vm: &Vm,
-        owner: &Owner,
-        only_if: Option<OnlyIf>,
-    ) -> Result<admin::Fenced, OwnError> {
-        let fenced = admin::fence_over(spare, store, vm, owner, only_if, credentials)?;
+        let fenced = admin::fence(store, vm, owner, only_if, credentials)?;
         Self::new(store, credentials, fenced.epoch).write(rundir)?;
         Ok(fenced)
     }
@@ -163,9 +146,7 @@ impl OwnerRecord {
         let only_if = Some(OnlyIf::Expected(Expected { at_epoch, known, ..Expected::default() }));
         let owner = Owner::here(&format!("start {}", rundir.name())).with(Guest::Booted);
         let fenced = Self::claim(rundir, store, credentials, vm, &owner, only_if)?;
-        if let Some(known) = fenced.known {
-            known_store.note(store, known);
-        }
+        known_store.note(store, fenced.known);
         Ok(())
     }
 
@@ -267,9 +248,7 @@ impl OwnerRecord {
             // Without a store there is no checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
             fenced => {
-                if let Some(known) = fenced?.known {
-                    known_store.note(&self.store, known);
-                }
+                known_store.note(&self.store, fenced?.known);
                 Ok(())
             }
         }
@@ -368,5 +347,10 @@ mod tests {
         assert!(OwnerRecord::read(&rundir).unwrap().is_none());
         fs::write(path(&rundir), "{").unwrap();
         assert!(OwnerRecord::read(&rundir).is_err());
+        // The store of an earlier version, on a server.
+        fs::write(path(&rundir), r#"{"store":"tls://backup:7001/web","run":1}"#).unwrap();
+        let e = OwnerRecord::read(&rundir).unwrap_err();
+        let cause = std::error::Error::source(&e).unwrap().to_string();
+        assert!(cause.contains("mount the directory"), "{cause}");
     }
 }

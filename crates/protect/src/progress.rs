@@ -62,7 +62,7 @@ pub(crate) struct Progress {
     /// `committed` with its owner epoch, if that is known.
     #[serde(default)]
     pub(crate) base: Option<CommitId>,
-    /// The store as of `committed`; `None` for a store on a server.
+    /// The store as of `committed`; `None` without a commit, and in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) known: Option<KnownStore>,
 }

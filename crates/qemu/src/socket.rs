@@ -1,7 +1,7 @@
 //! Connections to the sockets of a QEMU.
 
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rekindle_kernel::unix_socket;
+use rustix::net::sockopt::socket_peercred;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -16,11 +16,7 @@ use std::time::Duration;
 /// [`io::ErrorKind::WouldBlock`] if the listener does not accept within `timeout`; [`io::ErrorKind::PermissionDenied`] if
 /// it runs as another user.
 pub fn connect(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
-    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    set_socket_timeout(&socket, Timeout::Send, None)?;
-    let stream = UnixStream::from(socket);
+    let stream = unix_socket::connect(path, timeout)?;
     require_owner_listens(path, &stream)?;
     Ok(stream)
 }

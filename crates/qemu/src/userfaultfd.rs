@@ -63,8 +63,7 @@ fn is_of_root(process: Process) -> bool {
 
 /// Returns whether this process has a system call filter.
 fn is_filtered() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    status.lines().find_map(|line| line.strip_prefix("Seccomp:")).is_some_and(|mode| mode.trim() != "0")
+    Process::current().and_then(|process| process.has_syscall_filter()).unwrap_or(false)
 }
 
 /// Makes QEMU close the descriptor of [`hand`]. It is no error if QEMU does not have it.

@@ -7,8 +7,10 @@ mod commands;
 mod output;
 mod progress;
 
-use cli::{Command, Reboot, Store};
+use anyhow::Result;
+use cli::{Command, Disk, Reboot, Store};
 use output::Output;
+use rekindle_kernel::descriptor_limit;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -17,52 +19,83 @@ fn main() -> ExitCode {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
     let output = Output::new(cli.json);
-    let result = match cli.command {
-        Command::Run(arguments) => commands::run::run(&output, arguments),
-        Command::Ls => commands::show::list(&output),
-        Command::Status => commands::status::status(&output),
-        Command::Show(arguments) => commands::show::show(&output, &arguments),
-        Command::Console(arguments) => commands::console::console(&arguments),
-        Command::Stop(arguments) => commands::stop::stop(&output, &arguments),
-        Command::Attach(arguments) => commands::attach::attach(&output, arguments),
-        Command::Detach(arguments) => commands::attach::detach(&output, &arguments),
-        Command::ReplaceQemu(arguments) | Command::Reboot(Reboot::Vmm(arguments)) => {
-            commands::reboot_vmm::reboot_vmm(&output, &arguments)
-        }
-        Command::Reboot(Reboot::Os(arguments)) => commands::reboot_os::reboot_os(&output, &arguments),
-        Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(&output, &arguments),
-        Command::Host(command) => commands::host::run(&output, &command),
-        Command::Watch(arguments) => commands::helpers::watch(&arguments),
-        Command::Phases(arguments) => commands::helpers::phases(&arguments),
-        Command::Recover(arguments) => commands::recover::recover(&output, &arguments),
-        Command::Protect(arguments) => commands::protect::protect(&output, &arguments),
-        Command::Release(arguments) => commands::protect::release(&output, &arguments),
-        Command::Restore(arguments) => commands::restore::restore(&output, &arguments),
-        Command::Move(arguments) => commands::moving::start_move(&output, &arguments),
-        Command::Receive => commands::moving::receive(),
-        Command::Pager(arguments) => commands::restore::pager(&output, &arguments),
-        Command::Disk(disk) => commands::disk::run(&output, disk),
-        Command::Store(Store::Init(arguments)) => commands::store::init(&output, &arguments),
-        Command::Store(Store::Forget(arguments)) => commands::store::forget(&output, &arguments),
-        Command::Store(Store::NewKey(arguments)) => commands::store::new_key(&output, &arguments),
-        Command::Store(Store::Ls(arguments)) => commands::store::list(&output, &arguments),
-        Command::Store(Store::Verify(arguments)) => commands::store::verify(&output, &arguments),
-        Command::Store(Store::Compact(arguments)) => commands::store::compact(&output, &arguments),
-        Command::Store(Store::Export(arguments)) => commands::store::export(&output, &arguments),
-        Command::Store(Store::Import(arguments)) => commands::store::import(&output, &arguments),
-        Command::Store(Store::Serve(arguments)) => commands::store::serve(&output, &arguments),
-        Command::Ocf(command) => commands::ocf::run(&output, &command),
-        Command::Probe(arguments) => commands::probe::probe(&output, &arguments),
-        Command::Monitor(arguments) => commands::monitor::monitor(&output, &arguments),
-        Command::Doctor(arguments) => commands::doctor::doctor(&output, &arguments),
-        Command::Completions(arguments) => commands::generate::completions(&arguments),
-        Command::Man(arguments) => commands::generate::man(&arguments),
-    };
+    let result = check_descriptor_limit(&cli.command).and_then(|()| run(&output, cli.command));
     match result {
         Ok(status) => status,
         Err(error) => {
             output.error(&error);
             ExitCode::from(output::exit_status_of(&error))
         }
+    }
+}
+
+/// Rejects a command that could run out of descriptors, before it has changed anything. Commands that end guests or print
+/// something are not rejected.
+fn check_descriptor_limit(command: &Command) -> Result<()> {
+    use Command as C;
+    let runs_guests = matches!(
+        command,
+        C::Run(_)
+            | C::Attach(_)
+            | C::Detach(_)
+            | C::ReplaceQemu(_)
+            | C::Reboot(_)
+            | C::Host(_)
+            | C::Watch(_)
+            | C::Phases(_)
+            | C::Recover(_)
+            | C::Protect(_)
+            | C::Restore(_)
+            | C::Move(_)
+            | C::Receive
+            | C::Pager(_)
+            | C::Disk(Disk::Serve(_))
+    );
+    if runs_guests {
+        descriptor_limit::require(commands::DESCRIPTORS_TO_RUN_GUESTS)?;
+    }
+    Ok(())
+}
+
+fn run(output: &Output, command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Run(arguments) => commands::run::run(output, arguments),
+        Command::Ls => commands::show::list(output),
+        Command::Status => commands::status::status(output),
+        Command::Show(arguments) => commands::show::show(output, &arguments),
+        Command::Console(arguments) => commands::console::console(&arguments),
+        Command::Stop(arguments) => commands::stop::stop(output, &arguments),
+        Command::Attach(arguments) => commands::attach::attach(output, arguments),
+        Command::Detach(arguments) => commands::attach::detach(output, &arguments),
+        Command::ReplaceQemu(arguments) | Command::Reboot(Reboot::Vmm(arguments)) => {
+            commands::reboot_vmm::reboot_vmm(output, &arguments)
+        }
+        Command::Reboot(Reboot::Os(arguments)) => commands::reboot_os::reboot_os(output, &arguments),
+        Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(output, &arguments),
+        Command::Host(command) => commands::host::run(output, &command),
+        Command::Watch(arguments) => commands::helpers::watch(&arguments),
+        Command::Phases(arguments) => commands::helpers::phases(&arguments),
+        Command::Recover(arguments) => commands::recover::recover(output, &arguments),
+        Command::Protect(arguments) => commands::protect::protect(output, &arguments),
+        Command::Release(arguments) => commands::protect::release(output, &arguments),
+        Command::Restore(arguments) => commands::restore::restore(output, &arguments),
+        Command::Move(arguments) => commands::moving::start_move(output, &arguments),
+        Command::Receive => commands::moving::receive(),
+        Command::Pager(arguments) => commands::restore::pager(output, &arguments),
+        Command::Disk(disk) => commands::disk::run(output, disk),
+        Command::Store(Store::Init(arguments)) => commands::store::init(output, &arguments),
+        Command::Store(Store::Forget(arguments)) => commands::store::forget(output, &arguments),
+        Command::Store(Store::NewKey(arguments)) => commands::store::new_key(output, &arguments),
+        Command::Store(Store::Ls(arguments)) => commands::store::list(output, &arguments),
+        Command::Store(Store::Verify(arguments)) => commands::store::verify(output, &arguments),
+        Command::Store(Store::Compact(arguments)) => commands::store::compact(output, &arguments),
+        Command::Store(Store::Export(arguments)) => commands::store::export(output, &arguments),
+        Command::Store(Store::Import(arguments)) => commands::store::import(output, &arguments),
+        Command::Ocf(command) => commands::ocf::run(output, &command),
+        Command::Probe(arguments) => commands::probe::probe(output, &arguments),
+        Command::Monitor(arguments) => commands::monitor::monitor(output, &arguments),
+        Command::Doctor(arguments) => commands::doctor::doctor(output, &arguments),
+        Command::Completions(arguments) => commands::generate::completions(&arguments),
+        Command::Man(arguments) => commands::generate::man(&arguments),
     }
 }

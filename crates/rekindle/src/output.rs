@@ -1,6 +1,7 @@
 //! Output of the commands: results as text or JSON, errors with their causes, and the exit status of an error.
 
 use rekindle_handover::GuestStatus;
+use rekindle_kernel::descriptor_limit;
 use rekindle_protect::moving::MoveError;
 use rekindle_protect::owned::StoreGone;
 use rekindle_protect::protector::ProtectError;
@@ -66,7 +67,18 @@ pub fn chain(error: &dyn std::error::Error) -> String {
         }
         cause = error.source();
     }
+    if is_out_of_descriptors(&text) {
+        text += &format!(
+            "\n  remedy: raise the limit of open files, which is {} here (RLIMIT_NOFILE): ulimit -n, or LimitNOFILE= in its unit",
+            descriptor_limit::current()
+        );
+    }
     text
+}
+
+/// Returns whether a call failed with `EMFILE`, in this process or in a QEMU whose log the error quotes.
+fn is_out_of_descriptors(text: &str) -> bool {
+    text.match_indices("Too many open files").any(|(at, found)| !text[at + found.len()..].starts_with(" in system"))
 }
 
 /// Returns the machine-readable fields of an error: its `kind`, and the values that belong to it.
@@ -165,6 +177,16 @@ pub fn bytes(count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::io::Errno;
+
+    #[test]
+    fn an_error_for_want_of_descriptors_names_the_limit() {
+        let named = |errno| chain(&io::Error::from_raw_os_error(errno)).contains("(RLIMIT_NOFILE)");
+        assert_eq!(
+            [Errno::MFILE, Errno::NFILE, Errno::NOENT].map(|errno| named(errno.raw_os_error())),
+            [true, false, false]
+        );
+    }
 
     #[test]
     fn bytes_have_the_unit_that_fits() {

@@ -3,10 +3,9 @@
 use crate::credentials::Credentials;
 use crate::directory::StoreDirectory;
 use crate::error::Result;
-use crate::fencing::fence_directory;
+use crate::fencing;
 use crate::listing::{Listing, list};
-use crate::location::Location;
-use crate::remote::{self, SpareConnections};
+use crate::location::Storage;
 use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
@@ -21,35 +20,25 @@ pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 /// it, becomes the store's VM.
 ///
 /// # Errors
-/// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`]; for a store on a
-/// server also [`crate::StoreError::Connection`].
+/// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`].
 pub fn init(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<()> {
-    match Location::of(url, credentials)? {
-        Location::Disk(storage) => StoreDirectory::init(&storage.disk),
-        Location::Server(server) => remote::init(server, Credentials::tls_of(credentials)),
-    }
+    StoreDirectory::init(&Storage::of(url, credentials)?.disk)
 }
 
 /// Lists the contents of a store.
 ///
 /// # Errors
-/// [`crate::StoreError::NotAStore`]; damage to the log; for a store on a server also [`crate::StoreError::Connection`].
+/// [`crate::StoreError::NotAStore`]; damage to the log.
 pub fn listing(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<Listing> {
-    match Location::of(url, credentials)? {
-        Location::Disk(storage) => list(&StoreDirectory::open(storage, None)?),
-        Location::Server(server) => remote::listing(server, Credentials::tls_of(credentials)),
-    }
+    list(&StoreDirectory::open(Storage::of(url, credentials)?, None)?)
 }
 
-/// Verifies every byte of a store that is in use. A server verifies its own stores.
+/// Verifies every byte of a store that is in use.
 ///
 /// # Errors
 /// Errors of [`listing`]. Damage that is found is no error: the result lists it.
 pub fn verified(url: &StoreUrl, credentials: Option<&Credentials>, progress: Progress<'_>) -> Result<Verified> {
-    match Location::of(url, credentials)? {
-        Location::Disk(storage) => verify(&StoreDirectory::open(storage, None)?, progress),
-        Location::Server(server) => remote::verified(server, Credentials::tls_of(credentials)),
-    }
+    verify(&StoreDirectory::open(Storage::of(url, credentials)?, None)?, progress)
 }
 
 /// Frees all space that can be freed. Returns the number of bytes. Becomes the owner of the store: a protector that
@@ -79,23 +68,5 @@ pub fn fence(
     only_if: Option<OnlyIf>,
     credentials: Option<&Credentials>,
 ) -> Result<Fenced> {
-    fence_over(&SpareConnections::default(), url, vm, owner, only_if, credentials)
-}
-
-/// Fences a store like [`fence`], over an open connection from `spare` if there is one.
-///
-/// # Errors
-/// Errors of [`fence`].
-pub fn fence_over(
-    spare: &SpareConnections,
-    url: &StoreUrl,
-    vm: &Vm,
-    owner: &Owner,
-    only_if: Option<OnlyIf>,
-    credentials: Option<&Credentials>,
-) -> Result<Fenced> {
-    match Location::of(url, credentials)? {
-        Location::Disk(storage) => fence_directory(storage, vm, owner, only_if).map(|(_, fenced)| fenced),
-        Location::Server(server) => remote::fence(server, vm, owner, only_if, Credentials::tls_of(credentials), spare),
-    }
+    fencing::fence(Storage::of(url, credentials)?, vm, owner, only_if)
 }

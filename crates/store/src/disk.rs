@@ -95,12 +95,6 @@ impl LocalDisk {
         Self { root: root.to_owned(), name: root.display().to_string() }
     }
 
-    /// Returns the directory `root`, with `name` as its name in messages.
-    #[must_use]
-    pub fn named(root: &Path, name: &str) -> Self {
-        Self { root: root.to_owned(), name: name.to_owned() }
-    }
-
     fn path(&self, name: &str) -> PathBuf {
         if name.is_empty() { self.root.clone() } else { self.root.join(name) }
     }

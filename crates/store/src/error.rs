@@ -7,8 +7,6 @@ use crate::sealing::KeyId;
 use crate::types::{KnownState, Owner, Vm};
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
-use std::time::Duration;
 use uuid::Uuid;
 
 /// An error of a store. The field `store` is the store's directory or URL.
@@ -32,7 +30,7 @@ pub enum StoreError {
         vm: Option<Vm>,
     },
     /// The path is a file, or a component of the path is a file.
-    #[error("{store}: not a directory; a store is a directory, or tls://HOST:PORT/NAME")]
+    #[error("{store}: not a directory; a store is a directory, or s3://BUCKET/PREFIX")]
     NotADirectory { store: String },
     /// Permission to read the directory or the superblock is missing.
     #[error(
@@ -86,12 +84,6 @@ pub enum StoreError {
          first key there is used to write, all of them to read)"
     )]
     UnknownKey { store: String, file: String, key: KeyId },
-    /// A store on a server cannot be encrypted.
-    #[error(
-        "{store}: a store on a server cannot be encrypted; use a directory or an object store, or leave out --key-file and \
-         --key-command"
-    )]
-    NoKeysOnServer { store: String },
     /// The keys cannot be read.
     #[error(transparent)]
     Keys(#[from] KeyError),
@@ -212,22 +204,6 @@ pub enum StoreError {
         /// Description of the earlier failure.
         why: String,
     },
-    /// The connection to the server of the store failed.
-    #[error("{store}: {doing} failed")]
-    Connection {
-        store: String,
-        doing: &'static str,
-        #[source]
-        source: ConnectionError,
-    },
-    /// The server has rejected or failed a request.
-    #[error("{store}: the server reports: {text}")]
-    Refused {
-        store: String,
-        /// Kind of the error on the server, e.g. `no-space` ([`StoreError::kind`]).
-        kind: String,
-        text: String,
-    },
 }
 
 /// A damaged page.
@@ -246,72 +222,12 @@ pub struct BadPage {
     pub what: String,
 }
 
-/// Cause of a failed connection to the server of a store.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConnectionError {
-    /// A certificate or key file cannot be used.
-    #[error("{what} {}: {why}", path.display())]
-    File {
-        path: PathBuf,
-        /// Content that the file should have.
-        what: &'static str,
-        why: String,
-    },
-    /// A server was named, but no certificate was configured.
-    #[error("a server requires a certificate: give --cert, --key and --ca")]
-    NoIdentity,
-    /// The server's name is not valid.
-    #[error("`{host}` is neither a name nor an address of a server")]
-    Host { host: String },
-    /// Connecting to the server failed.
-    #[error("{address} cannot be reached; is `rekindle store serve` running there?")]
-    Connect {
-        address: String,
-        #[source]
-        source: io::Error,
-    },
-    /// A certificate of the client or the server was rejected.
-    #[error("{why}; {remedy}")]
-    Certificate {
-        why: String,
-        /// Action that fixes the cause.
-        remedy: String,
-    },
-    /// The peer has neither sent nor received anything for too long.
-    #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]
-    Silent {
-        /// Limit that was exceeded.
-        after: Duration,
-    },
-    /// The peer is too slow for a whole frame or operation.
-    #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
-    Slow {
-        /// Limit that was exceeded.
-        after: Duration,
-    },
-    /// The peer has closed the connection.
-    #[error("the other side has closed the connection")]
-    Closed,
-    #[error("the connection failed")]
-    Io(#[source] io::Error),
-    /// The peer has violated the protocol.
-    #[error("{what}")]
-    Protocol { what: String },
-}
-
-impl ConnectionError {
-    pub(crate) fn protocol(what: impl Into<String>) -> Self {
-        Self::Protocol { what: what.into() }
-    }
-}
-
 pub type Result<T> = std::result::Result<T, StoreError>;
 
 impl StoreError {
     /// Returns the kind of the error for programs. The names are stable.
     #[must_use]
-    pub fn kind(&self) -> &str {
+    pub fn kind(&self) -> &'static str {
         match self {
             Self::NotAStore { .. } => "not-a-store",
             Self::Unused { .. } => "unused",
@@ -324,7 +240,6 @@ impl StoreError {
             Self::Encrypted { .. } => "encrypted",
             Self::NotEncrypted { .. } => "not-encrypted",
             Self::UnknownKey { .. } => "unknown-key",
-            Self::NoKeysOnServer { .. } => "no-keys-on-server",
             Self::Keys(_) => "keys",
             Self::EnvironmentFile(_) => "environment-file",
             Self::NotReached { .. } => "not-reached",
@@ -343,8 +258,6 @@ impl StoreError {
             Self::Blocks { .. } => "blocks",
             Self::TooLarge { .. } => "too-large",
             Self::Closed { .. } => "closed",
-            Self::Connection { .. } => "line",
-            Self::Refused { kind, .. } => kind,
         }
     }
 
@@ -352,11 +265,7 @@ impl StoreError {
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Self::NoSpace { .. }
-            | Self::Io { .. }
-            | Self::Denied { .. }
-            | Self::Connection { .. }
-            | Self::Closed { .. } => true,
+            Self::NoSpace { .. } | Self::Io { .. } | Self::Denied { .. } | Self::Closed { .. } => true,
             Self::Keys(e) => e.may_pass(),
             _ => false,
         }

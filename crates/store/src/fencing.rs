@@ -1,4 +1,4 @@
-//! Becomes the owner of a store in a directory without writing checkpoints to it. The new owner's *claim*, an entry of
+//! Becomes the owner of a store without writing checkpoints to it. The new owner's *claim*, an entry of
 //! the log, makes each later commit of a previous owner fail ([`log`]).
 
 use crate::directory::StoreDirectory;
@@ -14,8 +14,8 @@ pub struct Fenced {
     pub epoch: u64,
     /// Number of the newest checkpoint, which cannot change any more; 0 if there is none.
     pub newest: u64,
-    /// What is known of the store now; `None` for a store on a server.
-    pub known: Option<KnownStore>,
+    /// What is known of the store now.
+    pub known: KnownStore,
 }
 
 /// Claims the store in `storage` for `owner`. An unused store is assigned to the first guest that is booted
@@ -23,12 +23,7 @@ pub struct Fenced {
 ///
 /// # Errors
 /// Errors of opening the store and of [`log::claim`].
-pub(crate) fn fence_directory(
-    storage: impl Into<Storage>,
-    vm: &Vm,
-    owner: &Owner,
-    only_if: Option<OnlyIf>,
-) -> Result<(StoreDirectory, Fenced)> {
+pub(crate) fn fence(storage: impl Into<Storage>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<Fenced> {
     let store = match (owner.guest, only_if) {
         (Guest::Booted, None) => StoreDirectory::open_for(storage, vm, false)?,
         (Guest::Booted, Some(OnlyIf::Expected(expected))) if expected.allows_unused() => {
@@ -38,5 +33,5 @@ pub(crate) fn fence_directory(
     };
     let (claim, tail) = log::claim(&store, owner, only_if)?;
     let known = KnownStore::of(&store, &claim, tail.newest_state.and_then(|state| state.manifest.newest()));
-    Ok((store, Fenced { epoch: claim.epoch, newest: known.reached.checkpoint, known: Some(known) }))
+    Ok(Fenced { epoch: claim.epoch, newest: known.reached.checkpoint, known })
 }

@@ -8,7 +8,6 @@ use crate::format::page::{Digester, unpack};
 use crate::format::segment::{Directory, check_header};
 use crate::format::superblock::Superblock;
 use crate::format::{checksum, names, sealed_entry};
-use crate::remote::protocol::{decode_ids, decode_stored};
 use crate::url::StoreUrl;
 use rekindle_pages::PAGE_SIZE;
 use rekindle_qemu::incoming::Incoming;
@@ -66,8 +65,6 @@ pub const TARGETS: &[(&str, Target)] = &[
         let _ = (names::parse_new(&text), names::parse_last(&text));
     }),
     ("url", |bytes| drop(String::from_utf8_lossy(bytes).parse::<StoreUrl>())),
-    ("pages-asked-for", |bytes| drop(decode_ids(bytes))),
-    ("pages-answered", |bytes| drop(decode_stored(bytes))),
     ("stream", |bytes| {
         if let Ok(mut incoming) = Incoming::open(bytes) {
             while let Ok(Some(_)) = incoming.next_page() {}
@@ -81,11 +78,8 @@ mod tests {
     use crate::format::base::{BaseBlock, IndexEntry, Location, encode_part};
     use crate::format::entry::{self, Kind};
     use crate::format::manifest::{BlockCut, KeptCheckpoint, SegmentExtent, StoredBlock};
-    use crate::format::page::StoredPage;
     use crate::format::segment::{FrameHeader, Kind as FrameKind, Record, encode_header};
-    use crate::remote::protocol::{encode_ids, encode_stored};
     use crate::types::{Block, Pages, Vm};
-    use rekindle_pages::{BlockId, PageNo};
     use rekindle_qemu::stream::{HEADER, RamSection};
 
     /// Returns a valid input for a parser. The test mutates it.
@@ -143,11 +137,7 @@ mod tests {
             }
             "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),
             "names" => b"000000000042".to_vec(),
-            "url" => b"tls://[::1]:7000/web".to_vec(),
-            "pages-asked-for" => encode_ids(&[(BlockId(0), PageNo(1)), (BlockId(2), PageNo(3))]),
-            "pages-answered" => {
-                encode_stored(&[StoredPage { digest: 1, bytes: vec![2; 30] }, StoredPage { digest: 0, bytes: vec![] }])
-            }
+            "url" => b"s3://checkpoints/site-1/web".to_vec(),
             "stream" => {
                 let mut out = HEADER.to_vec();
                 let mut section = RamSection::start_plain(&mut out, [("ram", 8192)].into_iter());

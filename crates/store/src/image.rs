@@ -1,4 +1,4 @@
-//! Reads a checkpoint of a store in a directory.
+//! Reads a checkpoint of a store.
 //!
 //! **Problem.** A page can be in any segment that the store has, and the owner of the store may compact it at any time:
 //! it moves pages to new segments and removes the old ones. So a missing file may only mean that what was read before
@@ -49,7 +49,7 @@ const PAGES_PER_READ: usize = 512;
 /// error.
 const MAX_OPEN_ATTEMPTS: usize = 3;
 
-/// A checkpoint of a store in a directory.
+/// A checkpoint of a store.
 #[derive(Debug)]
 pub struct LocalImage {
     store: StoreDirectory,

@@ -5,8 +5,7 @@
 //!
 //! ```text
 //! use a store            writer   reader   export   admin   fuzz
-//! store on a server      remote: client (write_session, image), server
-//! store in a directory   engine   packing   fencing   listing   verify
+//! a store                engine   packing   fencing   listing   verify
 //! a checkpoint in it     index   image
 //! structures in it       directory   log   checkpoints   segments
 //! where a store is       objects   location
@@ -19,17 +18,16 @@
 //! | [`reader`] | read a checkpoint |
 //! | [`admin`] | create, list, verify, compact and fence a store |
 //! | [`export`] | convert a checkpoint to a migration stream that QEMU loads, and back |
-//! | [`remote`] | stores on a server: the client and the server |
-//! | `engine` | the writer of a store in a directory |
+//! | `engine` | the writer of a store |
 //! | `packing` | build and compress frames of pages |
-//! | `fencing`, [`listing`], [`verify`] | the same operations as in [`admin`], for a store in a directory |
-//! | [`image`], `index` | read a checkpoint of a store in a directory: its pages, and where they are |
+//! | `fencing`, [`listing`], [`verify`] | the operations of [`admin`] |
+//! | [`image`], `index` | read a checkpoint: its pages, and where they are |
 //! | `checkpoints` | find checkpoints in the log |
 //! | `segments` | read segments, which contain the pages |
 //! | [`log`] | the log: claim a store, commit, find the newest state |
 //! | `directory` | open and create the directory of a store |
 //! | `page_table` | tables with a value for every page |
-//! | `location` | a store's disk or server, by its address |
+//! | `location` | a store's disk, by its address |
 //! | [`objects`] | file operations in an object store |
 //! | [`disk`] | file operations |
 //! | [`sealing`] | encrypt and authenticate files |
@@ -63,7 +61,6 @@ pub mod objects;
 mod packing;
 mod page_table;
 pub mod reader;
-pub mod remote;
 pub mod sealing;
 mod segments;
 #[cfg(test)]

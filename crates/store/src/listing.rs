@@ -7,9 +7,9 @@ use crate::format::manifest::{KeptCheckpoint, Manifest};
 use crate::format::names;
 use crate::log::{self, LogTail};
 use crate::types::{CheckpointInfo, Owner, Vm};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Listing {
     pub vm: Vm,
     /// Time when the store was created, in microseconds since 1970.
@@ -25,7 +25,7 @@ pub struct Listing {
     pub ram: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ListedCheckpoint {
     pub number: u64,
     /// `None` if the checkpoint is damaged.

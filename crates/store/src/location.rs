@@ -1,19 +1,14 @@
-//! Where a store is: on a disk, whose operations this process does itself, or on a server of Rekindle.
+//! A store's disk, by its address.
 
-use crate::credentials::Credentials;
+use crate::credentials::{Credentials, Retries};
 use crate::disk::{Disk, LocalDisk};
 use crate::environment_file::EnvironmentFile;
 use crate::error::{Result, StoreError};
 use crate::keys::KeySource;
 use crate::objects::ObjectDisk;
 use crate::sealing::KeyRing;
-use crate::url::{Remote, StoreUrl};
+use crate::url::StoreUrl;
 use std::sync::Arc;
-
-pub(crate) enum Location<'a> {
-    Disk(Storage),
-    Server(&'a Remote),
-}
 
 /// A disk, and the keys for an encrypted store on it.
 #[derive(Debug, Clone)]
@@ -34,29 +29,25 @@ impl<D: Disk + 'static> From<Arc<D>> for Storage {
     }
 }
 
-impl<'a> Location<'a> {
-    /// Returns the location of a store, which need not exist.
+impl Storage {
+    /// Returns the storage of a store, which need not exist.
     ///
     /// # Errors
     /// [`StoreError::Io`] if the settings of an object store are wrong; [`StoreError::EnvironmentFile`];
-    /// [`StoreError::Keys`]; [`StoreError::NoKeysOnServer`].
-    pub fn of(url: &'a StoreUrl, credentials: Option<&Credentials>) -> Result<Self> {
-        let keys = credentials.and_then(|credentials| credentials.keys.as_ref());
+    /// [`StoreError::Keys`].
+    pub(crate) fn of(url: &StoreUrl, credentials: Option<&Credentials>) -> Result<Self> {
         let disk: Arc<dyn Disk> = match url {
             StoreUrl::Directory(path) => Arc::new(LocalDisk::new(path)),
-            StoreUrl::Remote(_) if keys.is_some() => {
-                return Err(StoreError::NoKeysOnServer { store: url.to_string() });
-            }
-            StoreUrl::Remote(server) => return Ok(Self::Server(server)),
             StoreUrl::Objects(address) => {
                 let failed =
                     |e| StoreError::io(&address.to_string(), "", "reading the settings of the object store", e);
                 let file = credentials.and_then(|credentials| credentials.environment_file.as_ref());
                 let variables = file.map(EnvironmentFile::variables).transpose()?.unwrap_or_default();
-                Arc::new(ObjectDisk::new(address, &variables).map_err(failed)?)
+                let retries = credentials.map_or(Retries::default(), |credentials| credentials.retries);
+                Arc::new(ObjectDisk::new(address, &variables, retries).map_err(failed)?)
             }
         };
-        let keys = keys.map(KeySource::keys).transpose()?;
-        Ok(Self::Disk(Storage { disk, keys }))
+        let keys = credentials.and_then(|credentials| credentials.keys.as_ref());
+        Ok(Self { disk, keys: keys.map(KeySource::keys).transpose()? })
     }
 }

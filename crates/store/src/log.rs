@@ -360,7 +360,7 @@ pub(crate) fn check_expected(store: &StoreDirectory, tail: &LogTail, expected: &
 }
 
 /// Fails with [`StoreError::NotReached`] if a store has not reached a state.
-pub(crate) fn require_reached(store: &str, found: KnownState, required: KnownState) -> Result<()> {
+fn require_reached(store: &str, found: KnownState, required: KnownState) -> Result<()> {
     if found.has_reached(required) {
         Ok(())
     } else {

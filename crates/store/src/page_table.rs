@@ -109,11 +109,6 @@ impl PageDigests {
         new
     }
 
-    /// Returns whether no digest was ever set.
-    pub fn is_untouched(&self) -> bool {
-        self.parts.iter().all(|part| part.get().is_none())
-    }
-
     /// Returns the digest of a page; 0 for a page beyond the end.
     pub fn get(&self, page: u64) -> u64 {
         let (part, within) = split(page);

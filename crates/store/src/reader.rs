@@ -5,10 +5,9 @@ use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
 use crate::image::{LocalHotPages, LocalImage};
-use crate::location::{Location, Storage};
+use crate::location::Storage;
 use crate::log;
 use crate::objects::schedule::Need;
-use crate::remote::{CheckpointRequest, RemoteHotPages, RemoteImage, SpareConnections};
 use crate::types::{CheckpointInfo, Expected, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
@@ -25,27 +24,19 @@ pub struct ReadOptions {
     /// Required VM of the store; `None` for any VM.
     pub vm: Option<Uuid>,
     pub credentials: Option<Credentials>,
-    /// What the store must be. Not checked for a store on a server.
+    /// What the store must be.
     pub expected: Option<Expected>,
     /// Build the index of pages only when the first page is read. Building takes longer the larger the guest is, and
     /// some callers need only the description of the checkpoint.
     pub lazy: bool,
-    /// Open connections that can be used for a store on a server.
-    pub spare: SpareConnections,
 }
 
 /// A checkpoint that was opened for reading. Several threads can read it concurrently.
 #[derive(Debug)]
 pub struct Image {
-    source: Source,
+    local: LocalImage,
     vm: Vm,
     info: CheckpointInfo,
-}
-
-#[derive(Debug)]
-enum Source {
-    Local(Box<LocalImage>),
-    Remote(Box<RemoteImage>),
 }
 
 impl Image {
@@ -57,24 +48,15 @@ impl Image {
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`],
-    /// [`StoreError::Missing`], [`StoreError::Damaged`]; for a store on a server also [`StoreError::Connection`] and
-    /// [`StoreError::Refused`].
+    /// [`StoreError::Missing`], [`StoreError::Damaged`].
     pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
-        match Location::of(url, which.credentials.as_ref())? {
-            Location::Disk(storage) => Self::on_disk(storage, which),
-            Location::Server(server) => {
-                let request = CheckpointRequest { vm: which.vm, at: which.at, lazy: which.lazy };
-                let (remote, vm, info) =
-                    RemoteImage::open(server, Credentials::tls_of(which.credentials.as_ref()), &which.spare, request)?;
-                Ok(Self { source: Source::Remote(Box::new(remote)), vm, info })
-            }
-        }
+        Self::on_disk(Storage::of(url, which.credentials.as_ref())?, which)
     }
 
     /// Opens a checkpoint of the store in `storage`, like [`Image::open`].
     ///
     /// # Errors
-    /// Errors of [`Image::open`] for a store in a directory.
+    /// Errors of [`Image::open`].
     pub fn on_disk(storage: impl Into<Storage>, which: &ReadOptions) -> Result<Self> {
         let store = StoreDirectory::open(storage, which.vm)?;
         if let Some(expected) = &which.expected {
@@ -84,7 +66,7 @@ impl Image {
         let local =
             if which.lazy { LocalImage::open_lazily(store, which.at)? } else { LocalImage::open(store, which.at)? };
         let info = local.info();
-        Ok(Self { source: Source::Local(Box::new(local)), vm, info })
+        Ok(Self { local, vm, info })
     }
 
     #[must_use]
@@ -92,14 +74,10 @@ impl Image {
         &self.vm
     }
 
-    /// Returns the checksum in the footer of the checkpoint's log entry, which two histories of a store do not share; `None`
-    /// for a store on a server.
+    /// Returns the checksum in the footer of the checkpoint's log entry, which two histories of a store do not share.
     #[must_use]
-    pub fn footer(&self) -> Option<u64> {
-        match &self.source {
-            Source::Local(local) => Some(local.footer()),
-            Source::Remote(_) => None,
-        }
+    pub fn footer(&self) -> u64 {
+        self.local.footer()
     }
 
     /// Describes the checkpoint, including its RAM block table.
@@ -115,10 +93,7 @@ impl Image {
     }
 
     fn section(&self, section: Section) -> Result<Vec<u8>> {
-        match &self.source {
-            Source::Local(local) => local.section(section),
-            Source::Remote(remote) => remote.section(section),
-        }
+        self.local.section(section)
     }
 
     fn json(&self, section: Section) -> Result<Value> {
@@ -132,16 +107,13 @@ impl Image {
 
     /// Returns the name of the store for messages.
     fn name(&self) -> &str {
-        match &self.source {
-            Source::Local(local) => local.store().name(),
-            Source::Remote(remote) => remote.name(),
-        }
+        self.local.store().name()
     }
 
     /// Reads the stored definition: how to rebuild the VM.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`]; errors of reading it from the server.
+    /// [`StoreError::Damaged`]; errors of reading it.
     pub fn definition(&self) -> Result<Value> {
         self.json(Section::Definition)
     }
@@ -149,7 +121,7 @@ impl Image {
     /// Reads the notes that the protector has stored.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`]; errors of reading them from the server.
+    /// [`StoreError::Damaged`]; errors of reading them.
     pub fn metadata(&self) -> Result<Value> {
         self.json(Section::Metadata)
     }
@@ -157,7 +129,7 @@ impl Image {
     /// Reads the device state.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`]; errors of reading it from the server.
+    /// [`StoreError::Damaged`]; errors of reading it.
     pub fn devices(&self) -> Result<Vec<u8>> {
         self.section(Section::Devices)
     }
@@ -168,10 +140,7 @@ impl Image {
     /// Errors of [`Image::read_page`].
     pub fn unlike(&self, given: &[(PageId, &Page)]) -> Result<Vec<PageId>> {
         let ids: Vec<PageId> = given.iter().map(|(id, _)| *id).collect();
-        let (digester, digests) = match &self.source {
-            Source::Local(image) => (image.store().digester(), image.digests(&ids)?),
-            Source::Remote(remote) => (remote.digester(), remote.digests(&ids)?),
-        };
+        let (digester, digests) = (self.local.store().digester(), self.local.digests(&ids)?);
         // Callers often pass the same page of zeroes many times, so its digest is reused.
         let mut last_digest: Option<(&Page, u64)> = None;
         let mut unlike = Vec::new();
@@ -193,30 +162,24 @@ impl Image {
     /// [`StoreError::Page`] if the page is damaged; `content` must not be used then. [`StoreError::NoSuchPage`].
     /// [`StoreError::NoSuchCheckpoint`] if the store does not keep the checkpoint any more.
     pub fn read_page(&self, page: PageId, content: &mut Page) -> Result<()> {
-        match &self.source {
-            Source::Local(local) => local.read_page(page, content),
-            Source::Remote(remote) => remote.read_page(page, content),
-        }
+        self.local.read_page(page, content)
     }
 
     /// Returns whether the checkpoint is in an object store, so that reading ahead saves time, and a page can be read without
     /// waiting for it.
     #[must_use]
     pub fn has_latency(&self) -> bool {
-        matches!(&self.source, Source::Local(local) if local.has_latency())
+        self.local.has_latency()
     }
 
     /// Starts to read pages that will be read soon, several requests at a time, as a hint. Returns for how many of the first
     /// pages there was room. Only for an image that [has latency](Image::has_latency).
     pub fn start_reads(&self, pages: &[PageId]) -> usize {
-        match &self.source {
-            Source::Local(local) => local.start_reads(pages).unwrap_or_else(|e| {
-                // Reading the page itself reports the error.
-                tracing::debug!("cannot read ahead: {e}");
-                0
-            }),
-            Source::Remote(_) => 0,
-        }
+        self.local.start_reads(pages).unwrap_or_else(|e| {
+            // Reading the page itself reports the error.
+            tracing::debug!("cannot read ahead: {e}");
+            0
+        })
     }
 
     /// Reads one page like [`Image::read_page`]. From an object store, reads it only if that is possible without waiting.
@@ -226,19 +189,13 @@ impl Image {
     /// # Errors
     /// Errors of [`Image::read_page`]; `content` must not be used then. The next call tries again.
     pub fn read_page_if_ready(&self, page: PageId, content: &mut Page, need: Need) -> Result<bool> {
-        match &self.source {
-            Source::Local(local) => local.read_page_if_ready(page, content, need),
-            Source::Remote(remote) => remote.read_page(page, content).map(|()| true),
-        }
+        self.local.read_page_if_ready(page, content, need)
     }
 
     /// Returns a descriptor that becomes readable when a read has ended that [`Image::read_page_if_ready`] has started.
     #[must_use]
     pub fn arrivals(&self) -> Option<BorrowedFd<'_>> {
-        match &self.source {
-            Source::Local(local) => local.arrivals(),
-            Source::Remote(_) => None,
-        }
+        self.local.arrivals()
     }
 
     /// Reads pages of any blocks, and passes them to `take` in the given order.
@@ -246,10 +203,7 @@ impl Image {
     /// # Errors
     /// Errors of [`Image::read_page`]. The pages before the failed page were passed to `take`.
     pub fn read_many(&self, pages: &[PageId], take: impl FnMut(PageId, &Page)) -> Result<()> {
-        match &self.source {
-            Source::Local(local) => local.read_many(pages, take),
-            Source::Remote(remote) => remote.read_many(pages, take),
-        }
+        self.local.read_many(pages, take)
     }
 
     /// Reads consecutive pages.
@@ -270,12 +224,9 @@ impl Image {
 
     /// Iterates over the nonzero pages, the most recently written first: the guest's working set, then the rest.
     pub fn hot(&self) -> HotPages<'_> {
-        match &self.source {
-            Source::Local(local) => match local.hot() {
-                Ok(hot) => HotPages::Local(Box::new(hot)),
-                Err(e) => HotPages::Unknown(Some(Box::new(e))),
-            },
-            Source::Remote(remote) => HotPages::Remote(remote.hot()),
+        match self.local.hot() {
+            Ok(hot) => HotPages::Known(Box::new(hot)),
+            Err(e) => HotPages::Unknown(Some(Box::new(e))),
         }
     }
 }
@@ -283,8 +234,7 @@ impl Image {
 /// Nonzero pages of a checkpoint, the most recently written first.
 #[derive(Debug)]
 pub enum HotPages<'a> {
-    Local(Box<LocalHotPages<'a>>),
-    Remote(RemoteHotPages<'a>),
+    Known(Box<LocalHotPages<'a>>),
     /// The order cannot be determined. The iterator returns the error once.
     Unknown(Option<Box<StoreError>>),
 }
@@ -294,8 +244,7 @@ impl Iterator for HotPages<'_> {
 
     fn next(&mut self) -> Option<Self::Item> {
         match self {
-            Self::Local(hot) => hot.next().map(Ok),
-            Self::Remote(hot) => hot.next(),
+            Self::Known(hot) => hot.next().map(Ok),
             Self::Unknown(why) => why.take().map(|why| Err(*why)),
         }
     }

@@ -51,8 +51,7 @@ pub enum Guest {
 }
 
 /// Condition for becoming the owner of a store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnlyIf {
     /// The owner epoch still has this value.
     Epoch(u64),
@@ -96,12 +95,11 @@ impl KnownStore {
 }
 
 /// What a store must be to be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Expected {
     /// The state that the store must have reached, whichever it is.
     pub at_least: KnownState,
     /// The owner epoch that the store must still have.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at_epoch: Option<u64>,
     /// What is known of the store of the VM. If it is encrypted, no other store may take its place.
     pub known: Option<KnownStore>,
@@ -206,7 +204,7 @@ pub struct CheckpointInfo {
 }
 
 /// Result of a commit.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Committed {
     /// Number of the checkpoint.
     pub number: u64,
@@ -217,9 +215,9 @@ pub struct Committed {
     pub writing: Duration,
     /// Time spent waiting for the disk.
     pub syncing: Duration,
-    /// What is known of the store now; `None` for a store on a server.
+    /// What is known of the store now.
     #[serde(skip)]
-    pub known: Option<KnownStore>,
+    pub known: KnownStore,
 }
 
 /// Returns the current time in microseconds since 1970.

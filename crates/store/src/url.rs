@@ -1,4 +1,4 @@
-//! Address of a store: a directory, a name on a server, or a prefix in an object store.
+//! Address of a store: a directory, or a prefix in an object store.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -11,8 +11,6 @@ use std::str::FromStr;
 pub enum StoreUrl {
     /// A directory: `/var/lib/rekindle/web`, `./web`, `file:///var/lib/rekindle/web`.
     Directory(PathBuf),
-    /// A store on a server: `tls://HOST:PORT/NAME`.
-    Remote(Remote),
     /// A store in an object store: `s3://BUCKET/PREFIX`.
     Objects(ObjectAddress),
 }
@@ -25,40 +23,23 @@ pub struct ObjectAddress {
     pub prefix: String,
 }
 
-/// Address of a store on a server.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remote {
-    /// Host name or IP address of the server; an IPv6 address without its brackets.
-    pub host: String,
-    pub port: u16,
-    /// Name of the store on the server.
-    pub name: ImageName,
-}
-
-/// Name of a store on a server: 1 to 64 characters of `a-z`, `0-9`, `.`, `_` and `-`, beginning with a letter or digit.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(into = "String", try_from = "String")]
-pub struct ImageName(String);
-
 /// Fault of a text that is not a valid address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    #[error("empty; write a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME")]
+    #[error("empty; write a directory, or s3://BUCKET/PREFIX")]
     Empty,
     /// The text is a path on another host, in the notation of `scp` and NFS.
     #[error(
-        "`{text}` is taken for a directory of host {host}, which cannot be opened directly: mount it and write the path of the mount, or run \
-         `rekindle store serve` on {host} and write tls://{host}:PORT/NAME; for a directory here of that name write ./{text}"
+        "`{text}` is taken for a directory of host {host}, which cannot be opened directly: mount it and write the path of the mount, or \
+         use an object store, s3://BUCKET/PREFIX; for a directory here of that name write ./{text}"
     )]
     OfHost {
         text: String,
         /// The part before the colon, without the user name.
         host: String,
     },
-    /// The scheme is none of `tls`, `s3` and `file`.
-    #[error(
-        "`{scheme}://` is not known; write a directory, file:///DIRECTORY, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME"
-    )]
+    /// The scheme is neither `s3` nor `file`.
+    #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or s3://BUCKET/PREFIX")]
     Scheme {
         /// The part before `://`.
         scheme: String,
@@ -69,35 +50,15 @@ pub enum UrlError {
     /// The file URL has percent-encoded characters, which are not supported.
     #[error("`{url}` has a `%`; write the path as it is, without file://")]
     Escaped { url: String },
-    /// The text after `tls://` is not `HOST:PORT/NAME`.
-    #[error("`{url}` is not tls://HOST:PORT/NAME: {what}")]
-    Remote { url: String, what: &'static str },
+    /// The scheme is `tls`, which records of earlier versions may have.
+    #[error(
+        "`{url}`: a store is not reached over a server of Rekindle; mount the directory of the store and write the path of the mount, or \
+         use an object store, s3://BUCKET/PREFIX; see docs/protect.md, `A store on another host`"
+    )]
+    Tls { url: String },
     /// The text after `s3://` is not `BUCKET/PREFIX`.
     #[error("`{url}` is not s3://BUCKET/PREFIX: {what}")]
     Objects { url: String, what: &'static str },
-    #[error(
-        "`{name}` cannot be the name of a store on a server; use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit"
-    )]
-    Name { name: String },
-}
-
-impl ImageName {
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl FromStr for ImageName {
-    type Err = UrlError;
-
-    fn from_str(text: &str) -> Result<Self, UrlError> {
-        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
-        let good = text.starts_with(plain)
-            && text.len() <= 64
-            && text.chars().all(|c| plain(c) || ['.', '_', '-'].contains(&c));
-        if good { Ok(Self(text.to_owned())) } else { Err(UrlError::Name { name: text.to_owned() }) }
-    }
 }
 
 impl FromStr for StoreUrl {
@@ -121,33 +82,13 @@ impl FromStr for StoreUrl {
             "file" if rest.contains('%') => Err(UrlError::Escaped { url: text.into() }),
             "file" if rest.starts_with('/') => Ok(Self::Directory(PathBuf::from(rest))),
             "file" => Err(UrlError::File { url: text.into() }),
-            "tls" => remote(text, rest).map(Self::Remote),
+            "tls" => Err(UrlError::Tls { url: text.into() }),
             "s3" => objects(text, rest).map(Self::Objects),
             // A relative path may contain `://`.
             _ if scheme.contains(['/', '.']) => Ok(Self::Directory(PathBuf::from(text))),
             _ => Err(UrlError::Scheme { scheme: scheme.into() }),
         }
     }
-}
-
-fn remote(url: &str, rest: &str) -> Result<Remote, UrlError> {
-    let wrong = |what| UrlError::Remote { url: url.to_owned(), what };
-    let (authority, name) = rest.split_once('/').ok_or_else(|| wrong("it has no name of a store"))?;
-    let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("it has no port"))?;
-    let host = match host.strip_prefix('[') {
-        Some(inner) => inner.strip_suffix(']').ok_or_else(|| wrong("a bracket is not closed"))?,
-        None if host.contains(':') => return Err(wrong("an IPv6 address belongs into brackets")),
-        None => host,
-    };
-    if host.is_empty() {
-        return Err(wrong("it has no host"));
-    }
-    if host.contains(['[', ']']) {
-        return Err(wrong("a bracket is where none belongs"));
-    }
-    let port =
-        port.parse().ok().filter(|port| *port != 0).ok_or_else(|| wrong("its port is not a number from 1 to 65535"))?;
-    Ok(Remote { host: host.to_owned(), port, name: name.parse()? })
 }
 
 fn objects(url: &str, rest: &str) -> Result<ObjectAddress, UrlError> {
@@ -178,22 +119,10 @@ impl fmt::Display for ObjectAddress {
     }
 }
 
-impl fmt::Display for Remote {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { host, port, name } = self;
-        if host.contains(':') {
-            write!(f, "tls://[{host}]:{port}/{}", name.0)
-        } else {
-            write!(f, "tls://{host}:{port}/{}", name.0)
-        }
-    }
-}
-
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Directory(path) => write!(f, "{}", path.display()),
-            Self::Remote(remote) => remote.fmt(f),
             Self::Objects(objects) => objects.fmt(f),
         }
     }
@@ -213,27 +142,13 @@ impl TryFrom<String> for StoreUrl {
     }
 }
 
-impl From<ImageName> for String {
-    fn from(name: ImageName) -> Self {
-        name.0
-    }
-}
-
-impl TryFrom<String> for ImageName {
-    type Error = UrlError;
-
-    fn try_from(text: String) -> Result<Self, UrlError> {
-        text.parse()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     #[test]
-    fn directories_and_servers() {
+    fn directories_and_object_stores() {
         let directory = |path: &str| StoreUrl::Directory(path.into());
         assert_eq!("web".parse(), Ok(directory("web")));
         assert_eq!("/a b/ü".parse(), Ok(directory("/a b/ü")));
@@ -242,13 +157,6 @@ mod tests {
         assert_eq!("./host2:x".parse(), Ok(directory("./host2:x")));
         assert_eq!("/srv/a:b".parse(), Ok(directory("/srv/a:b")));
         assert_eq!("srv/a:b".parse(), Ok(directory("srv/a:b")));
-        let remote =
-            |host: &str| StoreUrl::Remote(Remote { host: host.into(), port: 7000, name: "web".parse().unwrap() });
-        for (text, host) in [("tls://backup:7000/web", "backup"), ("tls://[fd00::1]:7000/web", "fd00::1")] {
-            let url: StoreUrl = text.parse().unwrap();
-            assert_eq!(url, remote(host));
-            assert_eq!(url.to_string(), text);
-        }
         let objects = |bucket: &str, prefix: &str| {
             StoreUrl::Objects(ObjectAddress { bucket: bucket.into(), prefix: prefix.into() })
         };
@@ -269,7 +177,7 @@ mod tests {
             ("", "empty"),
             ("http://x/y", "`http://`"),
             ("host2:/srv/x", "mount it"),
-            ("host2:/srv/x", "tls://host2:PORT/NAME"),
+            ("host2:/srv/x", "s3://BUCKET/PREFIX"),
             ("root@host2:srv/x", "directory of host host2"),
             ("[fd00::1]:/srv/x", "mount it"),
             ("tls:/host/web", "./tls:/host/web"),
@@ -282,19 +190,8 @@ mod tests {
             ("s3://checkpoints//web", "parts of its prefix"),
             ("s3://checkpoints/../web", "parts of its prefix"),
             ("s3://checkpoints/a b", "parts of its prefix"),
-            ("tls://host/web", "no port"),
-            ("tls://host:0/web", "port"),
-            ("tls://host:70000/web", "port"),
-            ("tls://host:7000", "no name"),
-            ("tls://:7000/web", "no host"),
-            ("tls://fd00::1:7000/web", "brackets"),
-            ("tls://[fd00::1:7000/web", "bracket"),
-            ("tls://[[]:7000/web", "bracket"),
-            ("tls://host]:7000/web", "bracket"),
-            ("tls://host:7000/", "cannot be the name"),
-            ("tls://host:7000/../etc", "cannot be the name"),
-            ("tls://host:7000/a/b", "cannot be the name"),
-            ("tls://host:7000/.hidden", "cannot be the name"),
+            ("tls://host:7000/web", "mount the directory of the store"),
+            ("tls://", "s3://BUCKET/PREFIX"),
         ] {
             let e = text.parse::<StoreUrl>().unwrap_err().to_string();
             assert!(e.contains(word), "{text}: {e}");
@@ -303,7 +200,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_causes_a_panic_and_a_printed_url_is_parsed_again(text in "\\PC{0,40}|s3://[a-z.]{0,4}/?[a-z./]{0,9}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
+        fn no_text_causes_a_panic_and_a_printed_url_is_parsed_again(text in "\\PC{0,40}|s3://[a-z.]{0,4}/?[a-z./]{0,9}|(tls|file)://[a-z:/]{0,8}") {
             if let Ok(url) = text.parse::<StoreUrl>() {
                 prop_assert_eq!(url.to_string().parse::<StoreUrl>(), Ok(url));
             }

@@ -22,14 +22,14 @@ use crate::index::{BaseIndexUse, Index, check_bases, check_segment};
 use crate::log;
 use crate::segments::OpenSegments;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageId, PageNo};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::HashSet;
 
 /// Number of pages whose stored bytes are in memory at a time.
 const PAGES_PER_READ: usize = 1024;
 
 /// Result of a verification.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Verified {
     pub checkpoints: u64,
     /// Number of stored pages that were checked. A page that several checkpoints share counts once.

@@ -3,7 +3,7 @@
 //! ```text
 //! caller                packers (threads)      the store's own thread
 //! digest, drop          compress in place      append, commit, compact
-//! unchanged pages ----> -------------------->  (or send to a server)
+//! unchanged pages ----> -------------------->
 //! ```
 //!
 //! From the guest's memory to the disk, a page stays in the buffer of one frame, which has space for the frame's
@@ -16,9 +16,8 @@ use crate::engine::{self, CheckpointState, Engine, EngineSettings, Frame, Opened
 use crate::error::{Result, StoreError};
 use crate::format::page::Digester;
 use crate::format::segment::Record;
-use crate::location::{Location, Storage};
+use crate::location::Storage;
 use crate::packing::{FrameBuilder, PackJob, pack_all};
-use crate::remote;
 use crate::types::{Block, Committed, Guest, KnownStore, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageNo, PageRuns};
@@ -91,8 +90,7 @@ pub struct Writer {
     digester: Digester,
     /// Number of the next checkpoint.
     next: u64,
-    epoch: u64,
-    known: Option<KnownStore>,
+    known: KnownStore,
     requests: Option<Sender<Request>>,
     pack_jobs: Option<Sender<PackJob>>,
     /// The store's thread returns the buffer of a frame here after writing the frame.
@@ -113,38 +111,18 @@ impl Writer {
     /// # Errors
     /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`];
     /// [`StoreError::Superseded`] with [`Options::only_if`]. The previous owner is still the owner then. After any
-    /// other error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
-    /// [`StoreError::Connection`] and [`StoreError::Refused`].
+    /// other error the store may have been claimed already: damage; [`StoreError::Io`].
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
-        match Location::of(url, options.credentials.as_ref())? {
-            Location::Disk(storage) => Self::on_disk(storage, options),
-            Location::Server(server) => {
-                let identity = Credentials::tls_of(options.credentials.as_ref());
-                let (owner, settings) = (options.owner(), options.settings());
-                let session =
-                    remote::WriteSession::open(server, identity, &options.vm, owner, options.only_if, &settings)?;
-                let opened = session.opened();
-                Self::start(url.to_string(), opened, options, move |requests| session.run(requests))
-            }
-        }
+        Self::on_disk(Storage::of(url, options.credentials.as_ref())?, options)
     }
 
     /// Opens the store in `storage`, like [`Writer::open`].
     ///
     /// # Errors
-    /// Errors of [`Writer::open`] for a store in a directory.
+    /// Errors of [`Writer::open`].
     pub fn on_disk(storage: impl Into<Storage>, options: &Options) -> Result<Self> {
         let engine = Engine::open(storage, &options.vm, &options.owner(), options.only_if, options.settings())?;
-        let opened = engine.opened();
-        Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))
-    }
-
-    fn start(
-        store: String,
-        opened: OpenedStore,
-        options: &Options,
-        serve: impl FnOnce(&Receiver<Request>) + Send + 'static,
-    ) -> Result<Self> {
+        let (store, opened) = (engine.name().to_owned(), engine.opened());
         let failed = |e: io::Error| StoreError::io(&store, "", "starting a thread", e);
         let packers = match options.packers {
             // More than two threads would take processor time that the guest needs.
@@ -154,8 +132,8 @@ impl Writer {
         let (requests, received_requests) = mpsc::channel();
         let (pack_jobs, received_jobs) = mpsc::channel::<PackJob>();
         let (return_frame, free_frames) = mpsc::channel();
-        let mut threads =
-            vec![thread::Builder::new().name("store".into()).spawn(move || serve(&received_requests)).map_err(failed)?];
+        let serve = move || engine::run(engine, &received_requests);
+        let mut threads = vec![thread::Builder::new().name("store".into()).spawn(serve).map_err(failed)?];
         let received_jobs = Arc::new(Mutex::new(received_jobs));
         for _ in 0..packers {
             let received_jobs = received_jobs.clone();
@@ -166,12 +144,11 @@ impl Writer {
         for _ in 0..packers + 3 {
             let _ = return_frame.send(Frame::default());
         }
-        let OpenedStore { digester, newest, epoch, known } = opened;
+        let OpenedStore { digester, newest, known } = opened;
         Ok(Self {
             store,
             digester,
             next: newest + 1,
-            epoch,
             known,
             requests: Some(requests),
             pack_jobs: Some(pack_jobs),
@@ -184,16 +161,15 @@ impl Writer {
         })
     }
 
-    /// Returns the owner epoch. For a store on a server, each new connection increases it.
+    /// Returns the owner epoch.
     #[must_use]
     pub fn epoch(&self) -> u64 {
-        let (reply, answer) = mpsc::channel();
-        self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
+        self.known.reached.epoch
     }
 
-    /// Returns what is known of the store since the last commit; `None` for a store on a server.
+    /// Returns what is known of the store since the last commit.
     #[must_use]
-    pub fn known_store(&self) -> Option<KnownStore> {
+    pub fn known_store(&self) -> KnownStore {
         self.known
     }
 
@@ -217,8 +193,7 @@ impl Writer {
     /// Begins a checkpoint of a VM that has these RAM blocks.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`] if
-    /// reconnecting fails.
+    /// [`StoreError::Superseded`]; [`StoreError::Blocks`].
     pub fn begin(&mut self, blocks: &[Block]) -> Result<Checkpoint<'_>> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Begin(blocks.to_vec(), reply))?;
@@ -432,14 +407,13 @@ impl Checkpoint<'_> {
     /// store does not interpret these two. `devices` is the device state.
     ///
     /// On success, the checkpoint is durable.
-    /// On failure, the checkpoint is not committed, and the next one can begin. There are two exceptions, in which it
-    /// is unknown whether the checkpoint is committed: the connection to a server is lost during the commit, or an
-    /// error occurs while the log entry is linked or made durable. After the latter, every later call
-    /// fails with [`StoreError::Closed`].
+    /// On failure, the checkpoint is not committed, and the next one can begin. Exception: if an error occurs while the
+    /// log entry is linked or made durable, it is unknown whether the checkpoint is committed, and every later call fails
+    /// with [`StoreError::Closed`].
     ///
     /// # Errors
     /// [`StoreError::Superseded`] if there is a newer owner; [`StoreError::NoSpace`]; [`StoreError::TooLarge`];
-    /// [`StoreError::Io`]; [`StoreError::Closed`]; for a store on a server also [`StoreError::Connection`].
+    /// [`StoreError::Io`]; [`StoreError::Closed`].
     pub fn commit(mut self, definition: &Value, metadata: &Value, devices: &[u8]) -> Result<Committed> {
         self.writer.flush()?;
         let json = |value: &Value| {

@@ -2,14 +2,21 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use futures_util::StreamExt;
+use object_store::aws::AmazonS3Builder;
+use object_store::{ObjectStore, ObjectStoreExt};
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
+use rekindle_qemu::stream::HEADER;
+use rekindle_store::export::export;
+use rekindle_store::listing::Listing;
 use rekindle_store::types::{Block, OnlyIf, Owner, Vm};
 use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin};
 use rekindle_testing::object_store::{BUCKET, ObjectStoreServer};
 use serde_json::json;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Barrier;
-use std::{env, thread};
+use std::{env, fs, thread};
 use uuid::Uuid;
 
 /// Set in the process that runs the tests with the variables of the server.
@@ -44,12 +51,17 @@ fn blocks() -> [Block; 1] {
     [Block { id: "pc.ram".into(), used: bytes, max: bytes, page_size: 4096 }]
 }
 
+/// Returns a device state.
+fn devices(byte: u8) -> Vec<u8> {
+    [&HEADER[..], &[byte; 5000], &[0]].concat()
+}
+
 /// Commits a checkpoint with `count` pages of this content.
 fn commit(writer: &mut Writer, count: u64, byte: u8) -> rekindle_store::Result<u64> {
     let mut checkpoint = writer.begin(&blocks())?;
     let content = [byte; PAGE_SIZE];
     checkpoint.pages(BlockId(0), (0..count).map(|page| (PageNo(page), &content)))?;
-    checkpoint.commit(&json!({"name": "web"}), &json!({}), &[byte; 5000]).map(|committed| committed.number)
+    checkpoint.commit(&json!({"name": "web"}), &json!({}), &devices(byte)).map(|committed| committed.number)
 }
 
 #[test]
@@ -75,7 +87,7 @@ fn checkpoints_are_written_read_verified_and_compacted() {
             count += 1;
         })
         .unwrap();
-    assert_eq!((count, image.devices().unwrap()), (1601, vec![80; 5000]));
+    assert_eq!((count, image.devices().unwrap()), (1601, devices(80)));
     writer.settle().unwrap();
     drop(writer);
     admin::compact(&url, None).unwrap();
@@ -133,5 +145,85 @@ fn of_several_hosts_that_race_for_a_store_one_wins() {
         assert!(matches!(commit(&mut writer, 1, 1), Err(StoreError::Superseded { .. })), "race {race}");
         let newest = admin::listing(&url, None).unwrap().checkpoints.last().map_or(0, |listed| listed.number);
         assert_eq!(newest, fenced.newest, "race {race}");
+    }
+}
+
+/// Copies the objects of a store to a directory, as a tool of the object store would.
+fn copy_objects(name: &str, directory: &Path) {
+    let client = AmazonS3Builder::from_env().with_bucket_name(BUCKET).with_allow_http(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut listed = client.list(Some(&name.into()));
+        while let Some(object) = listed.next().await {
+            let location = object.unwrap().location;
+            let content = client.get(&location).await.unwrap().bytes().await.unwrap();
+            let file = directory.join(location.as_ref().strip_prefix(name).unwrap().trim_start_matches('/'));
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, content).unwrap();
+        }
+    });
+}
+
+/// Asserts that two stores have the same checkpoints.
+fn assert_same(one: &StoreUrl, other: &StoreUrl, checkpoints: u64) {
+    // The rest of what is in the directory does not count.
+    let listing = |url: &StoreUrl| Listing { disk: 0, ..admin::listing(url, None).unwrap() };
+    assert_eq!(listing(one), listing(other));
+    let verified = |url: &StoreUrl| admin::verified(url, None, &mut |_, _| {}).unwrap();
+    assert!(verified(one).is_good());
+    assert_eq!(verified(one), verified(other));
+    for (at, lazy) in (1..=checkpoints).flat_map(|at| [(at, false), (at, true)]) {
+        let open =
+            |url: &StoreUrl| Image::open(url, &ReadOptions { at: Some(at), lazy, ..ReadOptions::default() }).unwrap();
+        let (one, other) = (open(one), open(other));
+        assert_eq!((one.vm(), one.info(), one.footer()), (other.vm(), other.info(), other.footer()));
+        assert_eq!(one.definition().unwrap(), other.definition().unwrap());
+        assert_eq!(one.metadata().unwrap(), other.metadata().unwrap());
+        assert_eq!(one.devices().unwrap(), other.devices().unwrap());
+        let hot = |image: &Image| image.hot().map(Result::unwrap).collect::<Vec<_>>();
+        assert!(!hot(&one).is_empty());
+        assert_eq!(hot(&one), hot(&other));
+        let content = [at as u8; PAGE_SIZE];
+        let given: Vec<_> = (0..2000).map(|page| ((BlockId(0), PageNo(page)), &content)).collect();
+        let unlike = one.unlike(&given).unwrap();
+        assert!(unlike.len() < given.len());
+        assert_eq!(unlike, other.unlike(&given).unwrap());
+        let stream = |image: &Image| {
+            let mut stream = Vec::new();
+            export(image, &mut stream, None, &mut |_, _| {}).unwrap();
+            stream
+        };
+        assert!(stream(&one) == stream(&other), "checkpoint {at} is exported with other content");
+    }
+}
+
+#[test]
+fn a_directory_with_a_copy_of_the_objects_is_the_same_store() {
+    if !in_environment("a_directory_with_a_copy_of_the_objects_is_the_same_store") {
+        return;
+    }
+    const CHECKPOINTS: [(u64, u8); 4] = [(1500, 1), (700, 2), (2000, 3), (20, 4)];
+    let (name, url) = ("site-1/web", url("site-1/web"));
+    let options = Options { create: true, ..Options::new(vm(), "protect web") };
+    let directory = tempfile::tempdir().unwrap();
+    // Without a base index, and with one.
+    for is_settled in [false, true] {
+        let mut writer = Writer::open(&url, &options).unwrap();
+        if is_settled {
+            writer.settle().unwrap();
+        } else {
+            for (count, byte) in CHECKPOINTS {
+                commit(&mut writer, count, byte).unwrap();
+            }
+        }
+        // Its thread changes nothing any more.
+        drop(writer);
+        let path = directory.path().join(format!("settled-{is_settled}"));
+        copy_objects(name, &path);
+        let copy = StoreUrl::Directory(path);
+        assert_same(&url, &copy, CHECKPOINTS.len() as u64);
+        // The copy can be written.
+        let mut writer = Writer::open(&copy, &options).unwrap();
+        assert_eq!(commit(&mut writer, 30, 5).unwrap(), CHECKPOINTS.len() as u64 + 1);
     }
 }

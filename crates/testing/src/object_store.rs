@@ -6,7 +6,7 @@ use crate::{DEADLINE, poll, wait_for};
 use rekindle_kernel::spawn::die_with_starter;
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use tempfile::TempDir;
 
@@ -22,9 +22,36 @@ const REMOVAL_DELAY_S: u32 = 5;
 
 const GATEWAY: &[&str] = &["-n", "client.rgw"];
 
+/// Where the gateway listens.
+#[derive(Debug, Clone)]
+pub struct Listener {
+    /// An address of this machine.
+    pub address: Ipv4Addr,
+    /// Files for `https`. Without them, the gateway uses `http`.
+    pub tls: Option<TlsFiles>,
+}
+
+impl Default for Listener {
+    fn default() -> Self {
+        Self { address: Ipv4Addr::LOCALHOST, tls: None }
+    }
+}
+
+/// PEM files of the gateway.
+#[derive(Debug, Clone)]
+pub struct TlsFiles {
+    /// The gateway's certificate.
+    pub certificate: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+    /// The authority that has signed the certificate.
+    pub authority: PathBuf,
+}
+
 /// A running Ceph with an S3 gateway.
 pub struct ObjectStoreServer {
     directory: TempDir,
+    listener: Listener,
     port: u16,
     monitor: Child,
     manager: Child,
@@ -32,8 +59,17 @@ pub struct ObjectStoreServer {
     gateway: Child,
 }
 
-fn configuration(directory: &Path, monitor: &str, gateway_port: u16, id: &str) -> String {
+fn configuration(directory: &Path, monitor: &str, listener: &Listener, gateway_port: u16, id: &str) -> String {
     let directory = directory.display();
+    let gateway_address = format!("{}:{gateway_port}", listener.address);
+    let endpoint = match &listener.tls {
+        None => format!("endpoint={gateway_address}"),
+        Some(TlsFiles { certificate, key, .. }) => format!(
+            "ssl_endpoint={gateway_address} ssl_certificate={} ssl_private_key={}",
+            certificate.display(),
+            key.display()
+        ),
+    };
     format!(
         "[global]
 fsid = {id}
@@ -65,7 +101,7 @@ mgr data = {directory}/manager
 [osd.0]
 osd data = {directory}/storage
 [client.rgw]
-rgw frontends = beast endpoint=127.0.0.1:{gateway_port} tcp_nodelay=1
+rgw frontends = beast {endpoint} tcp_nodelay=1
 keyring = {directory}/keyring
 rgw gc obj min wait = {REMOVAL_DELAY_S}
 rgw gc processor period = {REMOVAL_DELAY_S}
@@ -132,9 +168,15 @@ fn random_id() -> String {
 }
 
 impl ObjectStoreServer {
-    /// Starts it with an empty bucket. Takes some seconds.
+    /// Starts it with an empty bucket, on the loopback. Takes some seconds.
     #[must_use]
     pub fn start() -> Self {
+        Self::start_at(Listener::default())
+    }
+
+    /// Starts it with an empty bucket. Takes some seconds.
+    #[must_use]
+    pub fn start_at(listener: Listener) -> Self {
         let directory = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm").unwrap();
         let path = &directory.path().to_owned();
         for folder in ["monitor", "manager", "storage"] {
@@ -142,7 +184,7 @@ impl ObjectStoreServer {
         }
         // Without authentication, the gateway can use only the first version of the protocol.
         let (monitor_address, port, id) = (format!("v1:127.0.0.1:{}", free_port()), free_port(), random_id());
-        fs::write(path.join("ceph.conf"), configuration(path, &monitor_address, port, &id)).unwrap();
+        fs::write(path.join("ceph.conf"), configuration(path, &monitor_address, &listener, port, &id)).unwrap();
         let map = path.join("monmap").display().to_string();
         run(Command::new("monmaptool").args([
             "--create",
@@ -168,12 +210,14 @@ impl ObjectStoreServer {
             Some(ceph(path, &["osd", "stat"])).filter(|stat| stat.contains("1 up"))
         });
         let gateway = daemon(path, "radosgw", GATEWAY);
-        let server = Self { directory, port, monitor, manager, storage, gateway };
-        wait_for("the gateway", DEADLINE, || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).ok());
+        let server = Self { directory, listener, port, monitor, manager, storage, gateway };
+        server.wait_for_gateway();
         run(program(path, "radosgw-admin")
             .args(["user", "create", "--uid=test", "--display-name=test"])
             .args([format!("--access-key={ACCESS_KEY}"), format!("--secret-key={SECRET_KEY}")]));
+        let authority = server.listener.tls.iter().flat_map(|files| [Path::new("--cacert"), &files.authority]);
         run(Command::new("curl")
+            .args(authority)
             .args(["--silent", "--show-error", "--fail", "--request", "PUT"])
             .args(["--aws-sigv4", &format!("aws:amz:{REGION}:s3"), "--user", &format!("{ACCESS_KEY}:{SECRET_KEY}")])
             .args(["--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"])
@@ -181,19 +225,29 @@ impl ObjectStoreServer {
         server
     }
 
+    fn wait_for_gateway(&self) {
+        let address = (self.listener.address, self.port);
+        wait_for("the gateway", DEADLINE, || TcpStream::connect(address).ok());
+    }
+
     fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        let scheme = if self.listener.tls.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}:{}", self.listener.address, self.port)
     }
 
     /// Returns the variables of the environment with which a client reaches it.
     #[must_use]
     pub fn environment(&self) -> [(&'static str, String); 5] {
+        let connection = match &self.listener.tls {
+            None => ("AWS_ALLOW_HTTP", "true".into()),
+            Some(files) => ("AWS_CA_BUNDLE", files.authority.display().to_string()),
+        };
         [
             ("AWS_ENDPOINT_URL", self.endpoint()),
             ("AWS_ACCESS_KEY_ID", ACCESS_KEY.into()),
             ("AWS_SECRET_ACCESS_KEY", SECRET_KEY.into()),
             ("AWS_REGION", REGION.into()),
-            ("AWS_ALLOW_HTTP", "true".into()),
+            connection,
         ]
     }
 
@@ -211,16 +265,23 @@ impl ObjectStoreServer {
         others.chain([endpoint.clone()]).collect()
     }
 
+    /// Returns the process id of the gateway.
+    #[must_use]
+    pub fn gateway_pid(&self) -> u32 {
+        self.gateway.id()
+    }
+
     /// Kills the gateway, as if its host had failed.
     pub fn kill_gateway(&mut self) {
         self.gateway.kill().unwrap();
         self.gateway.wait().unwrap();
     }
 
-    /// Starts the gateway again after [`Self::kill_gateway`].
+    /// Starts the gateway again after [`Self::kill_gateway`], or after it was killed from outside.
     pub fn restart_gateway(&mut self) {
+        self.kill_gateway();
         self.gateway = daemon(self.directory.path(), "radosgw", GATEWAY);
-        wait_for("the gateway", DEADLINE, || TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).ok());
+        self.wait_for_gateway();
     }
 }
 

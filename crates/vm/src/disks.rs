@@ -119,9 +119,10 @@ fn lock_servers(rundir: &RunDir) -> Result<Option<ServersLock>, DisksError> {
 fn start_locked(rundir: &RunDir, hardware: &Hardware, version: DiskVersion<'_>) -> Result<usize, DisksError> {
     // A server that died while a restore fills must wait for missing pages too.
     let is_filling = matches!(version, DiskVersion::Checkpoint(_)) || rundir.fill().exists();
-    let user = qemu_user::of_helpers(rundir.name(), hardware)?;
+    let missing: Vec<_> = served(hardware).filter(|disk| !answers(rundir, &disk.id)).collect();
+    let user = if missing.is_empty() { None } else { qemu_user::of_disk_servers(rundir.name(), hardware)? };
     let mut started = Vec::new();
-    for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
+    for disk in missing {
         refuse_silent(rundir, disk)?;
         let mut command = server_command(rundir, disk, hardware.vcpus, user)?;
         add_version(&mut command, rundir, disk, version)?;

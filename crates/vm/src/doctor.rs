@@ -138,12 +138,9 @@ fn check_users() -> Finding {
         Ok((qemus, servers)) if qemus.is_empty() => {
             let observation =
                 format!("the server of a disk runs as root, its VM's QEMU does not: {}", servers.join("; "));
-            finding(
-                CHECK,
-                Level::Limited,
-                observation,
-                "end the servers: rekindle watch starts others as the user of the VM",
-            )
+            let hint = "remove confine_helpers from host.toml, then end the servers: rekindle watch starts others as the user of the VM; if \
+                        they run as root again, a warning in the log of rekindle watch has the reason";
+            finding(CHECK, Level::Limited, observation, hint)
         }
         Ok((qemus, _)) => {
             let observation = format!("QEMU runs as root: {}", qemus.join("; "));

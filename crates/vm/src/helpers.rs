@@ -72,6 +72,68 @@ impl fmt::Display for Helper {
     }
 }
 
+/// A process of a helper that a signal has stopped (`SIGSTOP`). What it serves waits until it continues or is killed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoppedHelper {
+    /// The helper that cannot serve.
+    pub helper: Helper,
+    /// The process is the broker of the helper.
+    pub is_broker: bool,
+    /// The process that is stopped.
+    pub process: Process,
+}
+
+impl fmt::Display for StoppedHelper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { helper, is_broker, process: Process { pid, .. } } = self;
+        let broker = if *is_broker { "the broker of " } else { "" };
+        write!(f, "{broker}{helper} (process {pid}) was stopped by a signal; to resume it: kill -CONT {pid}")
+    }
+}
+
+/// Returns the helpers of a VM that are stopped, and those whose broker is stopped.
+///
+/// # Errors
+/// When the run directory, or `/proc`, cannot be read.
+pub fn stopped(rundir: &RunDir) -> io::Result<Vec<StoppedHelper>> {
+    stopped_among(rundir, needed(rundir)?)
+}
+
+/// Returns which of these helpers of a VM are stopped, or have a broker that is stopped.
+///
+/// # Errors
+/// When `/proc` cannot be read.
+pub fn stopped_among(rundir: &RunDir, helpers: impl IntoIterator<Item = Helper>) -> io::Result<Vec<StoppedHelper>> {
+    let mut stopped = Vec::new();
+    for helper in helpers {
+        let Some(process) = helper.process(rundir) else { continue };
+        // A broker stays in the session of its helper.
+        let brokers = process.others_in_session()?.into_iter().map(|broker| (broker, true));
+        let processes = [(process, false)].into_iter().chain(brokers).filter(|(process, _)| process.is_stopped());
+        stopped.extend(processes.map(|(process, is_broker)| StoppedHelper {
+            helper: helper.clone(),
+            is_broker,
+            process,
+        }));
+    }
+    Ok(stopped)
+}
+
+/// Returns the disk servers that are stopped. Takes less time than [`stopped`].
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn stopped_disk_servers(rundir: &RunDir) -> io::Result<Vec<StoppedHelper>> {
+    let servers = needed(rundir)?.into_iter().filter(|helper| matches!(helper, Helper::Disk(_)));
+    Ok(servers.filter_map(|helper| without_broker(rundir, &helper)).collect())
+}
+
+/// Returns the helper's process, not its broker, if it is stopped.
+fn without_broker(rundir: &RunDir, helper: &Helper) -> Option<StoppedHelper> {
+    let process = helper.process(rundir).filter(Process::is_stopped)?;
+    Some(StoppedHelper { helper: helper.clone(), is_broker: false, process })
+}
+
 /// The restarts of one helper by `rekindle watch`: an entry of `helpers.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restarts {
@@ -155,11 +217,19 @@ pub fn list(rundir: &RunDir) -> io::Result<Vec<HelperStatus>> {
     Ok(needed(rundir)?.into_iter().map(running).collect())
 }
 
-/// Describes which helpers of a VM are missing; returns `None` if all run.
+/// Describes which helpers of a VM are missing or stopped; returns `None` if all run.
 ///
 /// # Errors
 /// When the run directory cannot be read.
-pub fn describe_missing(rundir: &RunDir) -> io::Result<Option<String>> {
+pub fn describe_problems(rundir: &RunDir) -> io::Result<Option<String>> {
+    let stopped: Vec<_> = needed(rundir)?.iter().filter_map(|helper| without_broker(rundir, helper)).collect();
+    let problems = stopped.iter().map(ToString::to_string).chain(describe_missing(rundir)?);
+    let text = problems.collect::<Vec<_>>().join("; ");
+    Ok((!text.is_empty()).then_some(text))
+}
+
+/// Describes which helpers of a VM are missing; returns `None` if all run.
+fn describe_missing(rundir: &RunDir) -> io::Result<Option<String>> {
     let missing: Vec<_> = needed(rundir)?.into_iter().filter(|helper| helper.process(rundir).is_none()).collect();
     if missing.is_empty() {
         return Ok(None);
@@ -209,7 +279,8 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         assert_eq!(needed(&rundir).unwrap(), []);
-        assert_eq!(describe_missing(&rundir).unwrap(), None);
+        assert_eq!(describe_problems(&rundir).unwrap(), None);
+        assert_eq!(stopped(&rundir).unwrap(), []);
         assert_eq!(read_record(&rundir), RestartRecord::new());
     }
 }

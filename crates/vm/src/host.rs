@@ -121,6 +121,8 @@ pub struct Host {
     /// Names of VMs whose QEMU runs as root.
     as_root: Vec<String>,
     ram: RamLocation,
+    /// Size of Rekindle's own tmpfs.
+    tmpfs_bytes: u64,
 }
 
 /// Where guest RAM is, unless a definition names a directory.
@@ -176,12 +178,10 @@ impl Host {
             let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
             return Err(HostError::Config { path: config_path, message });
         }
+        let tmpfs_bytes = config.ram_size.map_or_else(default_ram_size, Bytes::as_u64);
         let ram = match config.ram_dir {
             Some(path) => RamLocation::Named(path),
-            None if is_root => {
-                let bytes = config.ram_size.map_or_else(default_ram_size, Bytes::as_u64);
-                RamLocation::OwnTmpfs { path: root.join(".ram"), bytes }
-            }
+            None if is_root => RamLocation::OwnTmpfs { path: root.join(".ram"), bytes: tmpfs_bytes },
             None => {
                 let uid = rustix::process::geteuid().as_raw();
                 RamLocation::SharedMemory(format!("/dev/shm/rekindle-{uid}").into())
@@ -210,6 +210,7 @@ impl Host {
             own_user,
             as_root: config.qemu_as_root,
             ram,
+            tmpfs_bytes,
         })
     }
 
@@ -231,6 +232,7 @@ impl Host {
             own_user: OwnUser::default(),
             as_root: Vec::new(),
             ram: RamLocation::Named(directory(".ram")),
+            tmpfs_bytes: default_ram_size(),
         }
     }
 
@@ -275,10 +277,19 @@ impl Host {
             return Err(RamError::Direct { path: path.clone() });
         }
         tracing::warn!(
-            "VM {}: its RAM is on a tmpfs, not in the reserved RAM: it will not outlive a kernel unless the VM is booted again",
+            "VM {}: its RAM is on a tmpfs, not in the reserved RAM: it will not outlive a kernel, until you stop the VM and run it",
             definition.name
         );
-        RamDirectory::own_tmpfs(&self.own_tmpfs(), default_ram_size())
+        RamDirectory::own_tmpfs(&self.own_tmpfs(), self.tmpfs_bytes)
+    }
+
+    /// Mounts Rekindle's own tmpfs if the RAM file `ram` was in it. It is gone after a boot of the host.
+    ///
+    /// # Errors
+    /// [`RamError`]; also if the host would not see the mount.
+    pub fn mount_for(&self, ram: &Path) -> Result<(), RamError> {
+        let own = self.own_tmpfs();
+        if ram.starts_with(&own) { RamDirectory::own_tmpfs(&own, self.tmpfs_bytes).map(drop) } else { Ok(()) }
     }
 
     fn own_tmpfs(&self) -> PathBuf {
@@ -328,7 +339,11 @@ impl Host {
 
     /// Unmounts Rekindle's own tmpfs if it has no guest's RAM any more. It is no error if it is in use.
     pub fn release_ram(&self) {
-        RamDirectory::release_own_tmpfs(&self.own_tmpfs());
+        let own = self.own_tmpfs();
+        // A directory that an administrator names is not Rekindle's to unmount.
+        if self.named_ram_directory() != Some(&own) {
+            RamDirectory::release_own_tmpfs(&own);
+        }
     }
 }
 

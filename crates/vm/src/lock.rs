@@ -185,7 +185,8 @@ impl ServersLock {
             } else if Instant::now() < deadline {
                 thread::sleep(SERVERS_POLL_INTERVAL);
             } else {
-                let text = format!("{} is locked by another process for {} s", path.display(), patience.as_secs());
+                let holder = name_holder(&path).unwrap_or_else(|| "another process".into());
+                let text = format!("{} is locked by {holder} for {} s", path.display(), patience.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
         }
@@ -215,7 +216,8 @@ impl RunStateLock {
         let deadline = Instant::now() + patience;
         while !try_lock(&file).map_err(failed)? {
             if Instant::now() >= deadline {
-                let holder = "another process keeps its guest stopped, or a checkpoint of it does not end".into();
+                let holder = name_holder(&path).unwrap_or_else(|| "another process".into());
+                let holder = format!("{holder} keeps its guest stopped, or takes a checkpoint that does not end");
                 return Err(LockError::Held { name: rundir.name().into(), holder, operation: None });
             }
             thread::sleep(RUN_STATE_POLL_INTERVAL);
@@ -237,13 +239,29 @@ fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
+/// Names the process that holds the lock of `path`, and how it continues if it is stopped.
+fn name_holder(path: &Path) -> Option<String> {
+    let process = process_with_lock(path)?;
+    Some(format!("process {}{}", process.pid, describe_if_stopped(process)))
+}
+
+/// Returns how a process continues that a signal has stopped; empty if it is not stopped.
+fn describe_if_stopped(process: Process) -> String {
+    let pid = process.pid;
+    if process.is_stopped() { format!(", stopped by a signal; to resume it: kill -CONT {pid}") } else { String::new() }
+}
+
 /// Returns a description of the lock's holder, and its operation if the lock file names it already.
 fn describe_holder(file: &mut File) -> (String, Option<String>) {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);
     match serde_json::from_str::<LockHolder>(&text) {
         Ok(holder) => {
-            (format!("`{}` (process {}) is at work on it", holder.operation, holder.pid), Some(holder.operation))
+            let stopped = describe_if_stopped(holder.process());
+            (
+                format!("`{}` (process {}{stopped}) is at work on it", holder.operation, holder.pid),
+                Some(holder.operation),
+            )
         }
         Err(_) => ("another rekindle has just started to work on it".into(), None),
     }

@@ -8,6 +8,7 @@ use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
 use crate::rundir::RunDir;
 use crate::state::State;
+use rekindle_kernel::mounts::hides_mounts;
 use rekindle_kernel::{link, netns, tap, vhost_net};
 use rekindle_qemu::command::{Hardware, Tap};
 use rekindle_qemu::qmp::Qmp;
@@ -16,7 +17,7 @@ use rustix::net::{AddressFamily, SocketType};
 use std::fs;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,8 +67,8 @@ pub enum NetworkError {
     },
     /// A network namespace would exist in this process's mount namespace only.
     #[error(
-        "network namespace {namespace} does not exist, and cannot be made in a systemd unit with mounts of its own; make it on the \
-         host: rekindle host mount, or: ip netns add {namespace}"
+        "network namespace {namespace} does not exist, and the host would not see one that this process makes, which has mounts of its \
+         own, as in a systemd unit; run on the host: ip netns add {namespace} && ip -n {namespace} link set lo up"
     )]
     HiddenNamespace {
         /// Name of the namespace.
@@ -377,7 +378,7 @@ fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
     if netns::path(namespace).exists() {
         return Ok(());
     }
-    if netns::would_be_hidden().map_err(failed)? {
+    if hides_mounts(Path::new("/run")).map_err(failed)? {
         return Err(NetworkError::HiddenNamespace { namespace: namespace.to_owned() });
     }
     let marker = marker(host, namespace);

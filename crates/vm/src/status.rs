@@ -24,7 +24,8 @@ pub enum Status {
     Stopped(String),
     /// QEMU waits with empty RAM for a checkpoint.
     Prepared,
-    /// QEMU runs, but a helper is missing. The text names it and whether it is being restarted.
+    /// QEMU runs, but a helper is missing or stopped. The text names it, and whether it is being restarted or how to resume
+    /// it.
     Degraded(String),
     /// QEMU does not answer on its second QMP socket.
     Silent,
@@ -76,7 +77,7 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
         // A QEMU that has ended may be the previous one, if an operation ended in the meantime.
         let gives_no_answer = matches!(status, Status::Ended | Status::Silent);
         if !gives_no_answer || State::read(rundir)?.and_then(|state| state.vmm) == recorded_qemu {
-            return add_missing_helpers(rundir, status);
+            return add_helper_problems(rundir, status);
         }
     }
 }
@@ -113,14 +114,14 @@ fn observe_guest(rundir: &RunDir, recorded_qemu: Option<&Vmm>) -> Status {
     }
 }
 
-/// Adds missing helpers to a status. A QEMU that does not answer may wait for data from a missing helper.
-fn add_missing_helpers(rundir: &RunDir, status: Status) -> io::Result<Status> {
+/// Adds missing and stopped helpers to a status. A QEMU that does not answer may wait for data from such a helper.
+fn add_helper_problems(rundir: &RunDir, status: Status) -> io::Result<Status> {
     if !matches!(status, Status::Running | Status::Silent) {
         return Ok(status);
     }
-    Ok(match helpers::describe_missing(rundir)? {
+    Ok(match helpers::describe_problems(rundir)? {
         None => status,
-        Some(missing) if status == Status::Silent => Status::Degraded(format!("{missing}; QEMU does not answer")),
-        Some(missing) => Status::Degraded(missing),
+        Some(problems) if status == Status::Silent => Status::Degraded(format!("{problems}; QEMU does not answer")),
+        Some(problems) => Status::Degraded(problems),
     })
 }

@@ -29,8 +29,6 @@ VM = "web"
 """Name of the VM."""
 ADDRESS = "10.99.0.50"
 """Address of the guest, as `tests/cluster/bed` sets it."""
-STORE = "tls://10.99.0.100:7001/web"
-"""URL of the VM's store."""
 ANSWERS_BEFORE_QUERIES = 10
 """Number of answers of the guest before Pacemaker is queried."""
 COUNTER_EVERY_MS = 20

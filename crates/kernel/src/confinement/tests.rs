@@ -198,17 +198,20 @@ fn a_process_that_becomes_another_user_cannot_be_traced_by_that_user() {
         // SAFETY: the child makes system calls only.
         match unsafe { nix::unistd::fork() }.unwrap() {
             nix::unistd::ForkResult::Child => {
-                become_target();
-                let _ = rustix::io::write(&signal, &[1]);
+                let has_become = std::panic::catch_unwind(std::panic::AssertUnwindSafe(become_target));
+                let _ = rustix::io::write(&signal, &[u8::from(has_become.is_ok())]);
                 loop {
                     nix::unistd::pause();
                 }
             }
             nix::unistd::ForkResult::Parent { child } => {
-                rustix::io::read(&ready, &mut [0]).unwrap();
+                drop(signal);
+                let mut byte = [0];
+                let is_ready = rustix::io::read(&ready, &mut byte) == Ok(1) && byte == [1];
                 let outcome = run(&Attempt::Trace(child.as_raw() as u32), as_user);
                 nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL).unwrap();
                 nix::sys::wait::waitpid(child, None).unwrap();
+                assert!(is_ready, "the target has not become the user");
                 outcome
             }
         }

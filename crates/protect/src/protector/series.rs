@@ -86,7 +86,7 @@ impl<'a> CheckpointSeries<'a> {
 
     /// Records for later restores on this host what the store has reached since the last commit.
     fn note_known_store(&mut self) {
-        let Some(known) = self.writer.as_ref().and_then(Writer::known_store) else { return };
+        let Some(known) = self.writer.as_ref().map(Writer::known_store) else { return };
         match self.noted_at {
             // This checkpoint is of the guest that runs here, so it is newer than any state that the store had before.
             None => self.known_store.replace(&self.settings.store, known),
@@ -211,11 +211,10 @@ impl<'a> CheckpointSeries<'a> {
         progress.epoch = writer.epoch();
         progress.write(session.target.rundir());
         let report = take(session, writer)?;
-        progress.epoch = writer.epoch();
         (progress.collected, progress.committed) = (report.number, report.number);
         progress.committed_at_ms = u64::try_from(uptime().as_millis()).ok();
         progress.base = Some(CommitId { number: report.number, epoch: progress.epoch });
-        progress.known = writer.known_store();
+        progress.known = Some(writer.known_store());
         progress.write(session.target.rundir());
         (self.committed_at_ms, self.base) = (progress.committed_at_ms, progress.base);
         Ok(report)
@@ -234,7 +233,7 @@ impl<'a> CheckpointSeries<'a> {
             committed_at_ms: self.committed_at_ms,
             epoch: 0,
             base: self.base,
-            known: self.writer.as_ref().and_then(Writer::known_store),
+            known: self.writer.as_ref().map(Writer::known_store),
         }
     }
 
@@ -290,11 +289,7 @@ impl<'a> CheckpointSeries<'a> {
 /// Returns whether the newest checkpoint of the store is the one that the protector of `progress` has committed. In a store
 /// that was rolled back and written again, it may have the same number.
 fn is_same_history(progress: &Progress, writer: &Writer) -> bool {
-    match (&progress.known, writer.known_store()) {
-        (Some(committed), Some(found)) => committed.has_same_checkpoint(&found),
-        (None, None) => true,
-        _ => false,
-    }
+    progress.known.is_some_and(|committed| committed.has_same_checkpoint(&writer.known_store()))
 }
 
 impl Drop for CheckpointSeries<'_> {

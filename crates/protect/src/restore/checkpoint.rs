@@ -65,10 +65,9 @@ impl ChosenCheckpoint<Recipe> {
     }
 
     pub(crate) fn open_unchecked(permission: &Arc<Permission>, request: &Request) -> Result<Self, RestoreError> {
-        let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let credentials = request.credentials.clone();
         let (at, expected) = (request.at, Some(request.expected()?));
-        let which = ReadOptions { at, credentials, expected, lazy: true, spare, ..ReadOptions::default() };
+        let which = ReadOptions { at, credentials, expected, lazy: true, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let metadata = image.metadata()?;
@@ -82,18 +81,16 @@ impl<R> ChosenCheckpoint<R> {
     /// Checks that the storage has shown the same checkpoint to the claim, which has found `known`.
     pub(super) fn require_footer_of(
         &self,
-        known: Option<KnownStore>,
+        known: KnownStore,
         request: &Request,
         name: &str,
     ) -> Result<(), RestoreError> {
         let number = self.image.info().number;
-        match known.map(|known| known.footer) {
-            footer @ Some(_) if footer != self.image.footer() => {
-                let (name, store) = (name.into(), request.store.to_string());
-                Err(RestoreError::WentBack { name, store, newest: number, number })
-            }
-            _ => Ok(()),
+        if known.footer == self.image.footer() {
+            return Ok(());
         }
+        let (name, store) = (name.into(), request.store.to_string());
+        Err(RestoreError::WentBack { name, store, newest: number, number })
     }
 }
 
@@ -158,9 +155,9 @@ pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result
             let only_if = Some(OnlyIf::Expected(request.expected()?));
             OwnerRecord::claim(rundir, store, credentials, vm, &owner("restore"), only_if)?
         }
-        Some(MoveClaim { owner_epoch, checkpoint, spare, .. }) => {
+        Some(MoveClaim { owner_epoch, checkpoint, .. }) => {
             let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
-            let fenced = OwnerRecord::claim_over(spare, rundir, store, credentials, vm, &owner("move"), only_if)?;
+            let fenced = OwnerRecord::claim(rundir, store, credentials, vm, &owner("move"), only_if)?;
             owner_epoch.store(fenced.epoch, Ordering::SeqCst);
             let (newest, number) = (checkpoint.load(Ordering::SeqCst), fenced.newest);
             if number < newest {
@@ -170,9 +167,7 @@ pub(super) fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result
             fenced
         }
     };
-    if let Some(known) = fenced.known {
-        known_store.note(store, known);
-    }
+    known_store.note(store, fenced.known);
     Ok(fenced)
 }
 

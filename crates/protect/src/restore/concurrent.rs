@@ -22,7 +22,6 @@ use crate::recipe::permission::{AllowedRecipe, Permission};
 use rekindle_pages::{PageNo, PageRun};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
-use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::Vm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::disks::{self, Epochs};
@@ -60,11 +59,7 @@ pub(crate) struct EarlyLoad<'a> {
     input: LoadInput,
     /// The content of the small blocks in the checkpoint.
     small_blocks: Contents,
-    spare: SpareConnections,
 }
-
-/// Number of connections to the store that are needed after the commit: one to read the store, one to become its owner.
-const SPARE_CONNECTIONS: usize = 2;
 
 impl<'a> EarlyLoad<'a> {
     /// Reads the newest checkpoint for the waiting QEMU, which is `primed`.
@@ -106,9 +101,7 @@ impl<'a> EarlyLoad<'a> {
             small_blocks.extend(differing.iter().cloned());
         }
         let input = LoadInput { pages: Some(pages), ..input };
-        let spare = SpareConnections::default();
-        spare.make(&request.store, request.credentials.as_ref(), SPARE_CONNECTIONS)?;
-        Ok(Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks, spare })
+        Ok(Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks })
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -129,11 +122,6 @@ impl<'a> EarlyLoad<'a> {
         &self.input.devices
     }
 
-    /// Returns the existing connections to the store.
-    pub(crate) fn spare(&self) -> SpareConnections {
-        self.spare.clone()
-    }
-
     /// Releases the VM's lock and returns the QEMU.
     pub(crate) fn into_primed(self) -> PrimedQemu {
         PrimedQemu::new(self.prepared.vmm, self.waiting)
@@ -148,7 +136,7 @@ impl<'a> EarlyLoad<'a> {
         request: &Request,
         started: Instant,
     ) -> Result<Restored, RestoreError> {
-        let Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks, spare: _ } = self;
+        let Self { idle_slot, plan, prepared, waiting, vm, permission, recipe, input, small_blocks } = self;
         let mut recorder = Recorder::new(idle_slot.rundir.name(), "restore");
         plan.check_room()?;
         let (input, expected) = ExpectedCheckpoint::of(input, small_blocks, (vm, permission, recipe), sent)?;

@@ -36,7 +36,6 @@ use rekindle_qemu::command::{Disk, DiskOverlays, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
-use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::{Expected, KnownState};
 use rekindle_store::{Credentials, StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
@@ -127,8 +126,6 @@ pub struct MoveClaim {
     pub checkpoint: AtomicU64,
     /// The guest may have been resumed.
     pub may_run: AtomicBool,
-    /// Existing connections to the store.
-    pub spare: SpareConnections,
 }
 
 /// A guest that was restored.

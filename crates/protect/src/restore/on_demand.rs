@@ -11,7 +11,7 @@ use crate::pager::CheckpointPages;
 use rekindle_handover::ram::{Ram, RamSource};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
-use rekindle_kernel::spawn::{detach, disown};
+use rekindle_kernel::spawn::{detach, disown, this_program};
 use rekindle_memory::missing::{Content, Need, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{Block, GuestRam};
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
@@ -29,7 +29,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -328,7 +328,7 @@ pub fn start_pager(rundir: &RunDir) -> Result<(), RestoreError> {
 
 fn spawn_pager(rundir: &RunDir, arguments: &[&str], stdin: Stdio) -> std::io::Result<()> {
     let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(log_path(rundir));
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = this_program()?;
     command.args(["pager"]).args(arguments).arg(rundir.name()).stdout(open_log()?).stderr(open_log()?);
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);

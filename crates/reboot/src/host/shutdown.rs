@@ -50,7 +50,7 @@ fn processes_to_keep(host: &Host, plan: &HostRebootPlan) -> Result<Vec<u32>, Hos
             for server in servers {
                 pids.push(server.pid);
                 // Its broker, without which it ends.
-                pids.extend(server.session().map_err(&failed)?.iter().map(|process| process.pid));
+                pids.extend(server.others_in_session().map_err(&failed)?.iter().map(|process| process.pid));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The processes `rekindle watch` and `rekindle phases`, each of which serves one VM: starting such a process, and what
 //! both need to run.
 
-use rekindle_kernel::spawn::{detach, disown};
+use rekindle_kernel::spawn::{detach, disown, this_program};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::Definition;
 use rekindle_vm::helpers::Helper;
@@ -13,7 +13,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -50,7 +50,7 @@ pub(super) fn start_helper(rundir: &RunDir, command: &str, helper: &Helper) -> i
     }
     let log = rundir.file(&format!("{command}.log"));
     let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
-    let mut program = Command::new(std::env::current_exe()?);
+    let mut program = this_program()?;
     program.args([command, rundir.name()]).stdout(open_log()?).stderr(open_log()?);
     if let Some(root) = rundir.path().parent() {
         program.env("REKINDLE_RUN_DIR", root);

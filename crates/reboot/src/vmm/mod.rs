@@ -31,6 +31,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
+use rekindle_vm::helpers;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::lock;
@@ -172,6 +173,16 @@ impl Replacement {
         let lock = lock::RunStateLock::acquire(&self.locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         self.run_state_lock = Some(lock);
         Ok(())
+    }
+
+    /// Fails if a disk server is stopped: the source QEMU could not stop its guest, nor resume it. Must be called right before
+    /// the guest is stopped.
+    pub(crate) fn refuse_stopped_disk_servers(&self) -> Result<(), RebootError> {
+        let rundir = &self.locked_vm.rundir;
+        let stopped = helpers::stopped_disk_servers(rundir).map_err(RebootError::file(rundir.path()))?;
+        stopped.first().map_or(Ok(()), |server| {
+            Err(RebootError::Prevented { name: self.name().into(), problem: Problem(server.to_string()) })
+        })
     }
 
     /// Journals the operation. The returned hand-over has the recorder of this replacement and records all further

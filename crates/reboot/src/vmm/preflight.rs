@@ -17,6 +17,7 @@ use rekindle_qemu::virtio_queues::{self, VirtioQueue};
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
+use rekindle_vm::helpers::{self, Helper};
 use rekindle_vm::lock::RunStateLock;
 use rustix::fs::statvfs;
 use std::os::unix::fs::MetadataExt;
@@ -58,10 +59,18 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         }
     }
     problems.extend(missing_boot_files(hardware));
+    problems.extend(stopped_disk_servers(replacement));
     if problems.is_empty() {
         return Ok(is_running);
     }
     Err(RebootError::Preflight { name: replacement.name().into(), problems })
+}
+
+/// Rejects a VM with a disk server that is stopped, or whose broker is: neither QEMU could use the disk.
+fn stopped_disk_servers(replacement: &Replacement) -> Vec<Problem> {
+    let stopped = helpers::stopped(&replacement.locked_vm.rundir).unwrap_or_default();
+    let servers = stopped.iter().filter(|stopped| matches!(stopped.helper, Helper::Disk(_)));
+    servers.map(|server| Problem(server.to_string())).collect()
 }
 
 /// Rejects a guest whose memory is still being loaded.

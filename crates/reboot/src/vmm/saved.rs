@@ -52,6 +52,7 @@ fn suspend(replacement: &mut Replacement, handover: &mut Handover, path: &Path) 
     let mut qmp = replacement.source_qemu.connect(vmm::START_TIMEOUT)?;
     handover.recorder.step("connect");
     replacement.hold_run_state()?;
+    replacement.refuse_stopped_disk_servers()?;
     handover.advance(Step::Suspend)?;
     handover.pass("saved.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);

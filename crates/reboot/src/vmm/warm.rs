@@ -300,6 +300,7 @@ fn stop_guest(
 ) -> Result<u64, RebootError> {
     written_disks::write_back(replacement.source_qemu.process());
     replacement.hold_run_state()?;
+    replacement.refuse_stopped_disk_servers()?;
     handover.advance(Step::Suspend)?;
     handover.pass("warm.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);

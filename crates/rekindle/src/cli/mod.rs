@@ -17,7 +17,7 @@ pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
-pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
+pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
@@ -201,7 +201,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   rekindle protect web --store /srv/checkpoints/web
-  rekindle protect web --store tls://backup:7001/web --cert h.pem --key h.key --ca ca.pem --every 500ms")]
+  rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/s3.env --every 500ms")]
     Protect(Protect),
     /// Release held network output and turn output commit off.
     ///
@@ -279,7 +279,7 @@ Example:
     /// On failure: a guest that has rebooted or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]
     Watch(NameOnly),
-    /// Create, list, verify, compact, export, import and serve stores of checkpoints.
+    /// Create, list, verify, compact, export and import stores of checkpoints.
     #[command(subcommand)]
     Store(Store),
     /// Serve a guest's disk and retain its cache over a reboot.

@@ -12,7 +12,7 @@ pub struct Move {
     pub name: Name,
     #[command(flatten)]
     pub remote: RemoteHost,
-    /// The store for its checkpoints: a directory that both hosts have, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME.
+    /// The store for its checkpoints: a directory that both hosts have, or s3://BUCKET/PREFIX.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     /// Create the store if there is none.

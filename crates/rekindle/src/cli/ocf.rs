@@ -20,7 +20,7 @@ pub enum Ocf {
     /// On failure: nothing of the VM runs here; the checkpoint is unchanged.
     #[command(after_help = "\
 Example:
-  rekindle ocf start web --store tls://s:7001/web")]
+  rekindle ocf start web --store s3://checkpoints/web")]
     Start(OcfResource),
     /// Take a last checkpoint of the VM and stop it on this node.
     ///
@@ -31,7 +31,7 @@ Example:
     /// On failure: a process could not be ended; this host must be fenced.
     #[command(after_help = "\
 Example:
-  rekindle ocf stop web --store tls://s:7001/web")]
+  rekindle ocf stop web --store s3://checkpoints/web")]
     Stop(OcfStop),
     /// Move the running guest to another node (OCF action migrate_to).
     ///
@@ -47,7 +47,7 @@ Example:
     /// a stop here does.
     #[command(after_help = "\
 Example:
-  rekindle ocf migrate-to web --to node2 --store tls://s:7001/web")]
+  rekindle ocf migrate-to web --to node2 --store s3://checkpoints/web")]
     MigrateTo(OcfMigrate),
     /// Check whether the guest runs on this node.
     ///
@@ -60,7 +60,7 @@ Example:
     /// On failure: nothing was changed.
     #[command(after_help = "\
 Example:
-  rekindle ocf monitor web --store tls://s:7001/web")]
+  rekindle ocf monitor web --store s3://checkpoints/web")]
     Monitor(OcfMonitor),
     /// Print the VM's resource as commands for crm and pcs.
     ///
@@ -73,7 +73,7 @@ Example:
     /// On failure: the error names what is wrong with the definition.
     #[command(after_help = "\
 Example:
-  rekindle ocf show-config web --store tls://s:7001/web")]
+  rekindle ocf show-config web --store s3://checkpoints/web")]
     ShowConfig(OcfResource),
 }
 

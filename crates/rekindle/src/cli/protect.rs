@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// How checkpoints are taken: by `protect`, and by the protector of a cluster's resource.
 #[derive(Debug, Args)]
 pub struct CheckpointOptions {
-    /// The store for the checkpoints: a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME. `rekindle store init` creates one.
+    /// The store for the checkpoints: a directory, or s3://BUCKET/PREFIX. `rekindle store init` creates one.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     #[command(flatten)]
@@ -82,7 +82,7 @@ pub enum DiskRule {
 pub struct Restore {
     /// The VM.
     pub name: Name,
-    /// The store of its checkpoints: a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME.
+    /// The store of its checkpoints: a directory, or s3://BUCKET/PREFIX.
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
     #[command(flatten)]

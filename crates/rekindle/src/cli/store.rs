@@ -3,15 +3,14 @@
 use super::NameOnly;
 use clap::{Args, Subcommand};
 use rekindle_store::StoreUrl;
-use rekindle_vm::definition::{Name, Span};
+use rekindle_vm::definition::Name;
 use std::path::PathBuf;
 
 #[derive(Debug, Subcommand)]
 pub enum Store {
     /// Create a store for the checkpoints of one VM.
     ///
-    /// The store belongs to the first VM that is protected into it. With a tls:// URL it is created on that server
-    /// (`rekindle store serve`).
+    /// The store belongs to the first VM that is protected into it.
     ///
     /// Needs: a directory that is empty or does not exist.
     ///
@@ -21,8 +20,7 @@ pub enum Store {
     #[command(after_help = "\
 Examples:
   rekindle store init /srv/checkpoints/web
-  rekindle store init s3://checkpoints/web
-  rekindle store init tls://backup:7001/web --cert host.pem --key host.key --ca ca.pem")]
+  rekindle store init s3://checkpoints/web --environment-file /etc/rekindle/s3.env")]
     Init(StoreAt),
     /// Create a key for encrypted stores.
     ///
@@ -94,29 +92,11 @@ Examples:
 Example:
   rekindle store import /srv/checkpoints/db db.stream --create-store --name db")]
     Import(StoreImport),
-    /// Serve stores to other hosts at tls://THIS-HOST:PORT/NAME.
-    ///
-    /// Needs: a certificate, and the authority that signed the clients' certificates.
-    ///
-    /// On success: the server runs until it is interrupted.
-    #[command(after_help = "\
-Example:
-  rekindle store serve --listen 0.0.0.0:7001 --dir /srv/stores --cert s.pem --key s.key --client-ca ca.pem")]
-    Serve(StoreServe),
 }
 
 /// What is needed to reach a store other than its address.
 #[derive(Debug, Clone, Args)]
 pub struct StoreCredentials {
-    /// The certificate to present to a store on a server (PEM).
-    #[arg(long, value_name = "FILE", requires_all = ["key", "ca"])]
-    pub cert: Option<PathBuf>,
-    /// Its key (PEM).
-    #[arg(long, value_name = "FILE", requires = "cert")]
-    pub key: Option<PathBuf>,
-    /// The authority that signed the server's certificate (PEM).
-    #[arg(long, value_name = "FILE", requires = "cert")]
-    pub ca: Option<PathBuf>,
     /// The keys of an encrypted store, in a file that only its owner can read (`rekindle store new-key FILE`).
     #[arg(long, value_name = "FILE", conflicts_with = "key_command")]
     pub key_file: Option<PathBuf>,
@@ -130,7 +110,7 @@ pub struct StoreCredentials {
 
 #[derive(Debug, Args)]
 pub struct StoreAt {
-    /// The store: a directory, s3://BUCKET/PREFIX, or tls://HOST:PORT/NAME.
+    /// The store: a directory, or s3://BUCKET/PREFIX.
     pub store: StoreUrl,
     #[command(flatten)]
     pub credentials: StoreCredentials,
@@ -179,26 +159,4 @@ pub struct StoreImport {
     /// The number of checkpoints to keep.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub keep: u32,
-}
-
-#[derive(Debug, Args)]
-pub struct StoreServe {
-    /// The address to listen on.
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    pub listen: String,
-    /// The directory of the stores.
-    #[arg(long, value_name = "DIR")]
-    pub dir: PathBuf,
-    /// The server's certificate (PEM).
-    #[arg(long, value_name = "FILE")]
-    pub cert: PathBuf,
-    /// Its key (PEM).
-    #[arg(long, value_name = "FILE")]
-    pub key: PathBuf,
-    /// The authority that signed the clients' certificates (PEM).
-    #[arg(long, value_name = "FILE")]
-    pub client_ca: PathBuf,
-    /// Disconnect a client that is idle for this long.
-    #[arg(long, value_name = "TIME", default_value = "10m")]
-    pub idle: Span,
 }

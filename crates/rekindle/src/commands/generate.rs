@@ -1,5 +1,6 @@
 //! Shell completions and man pages, generated from the declared commands and flags.
 
+use super::man_pages;
 use crate::cli::{Cli, Completions, Man};
 use anyhow::{Context, Result};
 use clap::CommandFactory;
@@ -13,7 +14,6 @@ pub fn completions(arguments: &Completions) -> Result<ExitCode> {
 
 pub fn man(arguments: &Man) -> Result<ExitCode> {
     let directory = &arguments.directory;
-    std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-    clap_mangen::generate_to(Cli::command(), directory).with_context(|| directory.display().to_string())?;
+    man_pages::write_pages(Cli::command(), directory).with_context(|| directory.display().to_string())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,7 @@ use crate::cli::NameOnly;
 use anyhow::Result;
 use rekindle_reboot::os::phase::saver;
 use rekindle_reboot::os::watch as watcher;
+use rekindle_vm::helpers;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -25,6 +26,14 @@ pub fn start_helpers(host: &Host, name: &str) {
     }
     if let Err(e) = saver::start(&rundir, &state.definition) {
         tracing::warn!("{name}: phases of its guest's boot are not saved ({e}); to save them: rekindle recover {name}");
+    }
+}
+
+/// Logs which helpers of a VM are stopped, after an operation has failed: they are the probable cause.
+pub fn report_stopped(host: &Host, name: &str) {
+    match helpers::stopped(&RunDir::new(&host.root, name)) {
+        Ok(stopped) => stopped.iter().for_each(|helper| tracing::warn!("{name}: {helper}")),
+        Err(e) => tracing::debug!("{name}: {e}"),
     }
 }
 

@@ -64,6 +64,7 @@ fn init(output: &Output, arguments: &HostInit) -> Result<ExitCode> {
 fn describe_done_step(step: &SetupStep, mounted: Option<MountOutcome>) -> String {
     match step {
         SetupStep::Write { path, content } => format!("written  {} ({} bytes)\n", path.display(), content.len()),
+        SetupStep::Remove { path, why } => format!("removed  {}: {why}\n", path.display()),
         SetupStep::Run { command } => format!("done     {}\n", command.join(" ")),
         SetupStep::Mount => match mounted {
             Some(mounted) => format!("{}\n", mounted_text(mounted)),
@@ -77,6 +78,7 @@ fn describe_planned_step(step: &SetupStep) -> String {
     match step {
         SetupStep::Done { what } => format!("ok       {what}\n"),
         SetupStep::Write { path, content } => format!("write    {}\n{}", path.display(), indented(content)),
+        SetupStep::Remove { path, why } => format!("remove   {}: {why}\n", path.display()),
         SetupStep::Run { command } => format!("run      {}\n", command.join(" ")),
         SetupStep::ByHand { what } => format!("by hand  {what}\n"),
         SetupStep::Mount => "mount    the reserved RAM, and start the units\n".into(),

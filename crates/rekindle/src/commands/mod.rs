@@ -19,6 +19,7 @@ pub mod dry_run;
 pub mod generate;
 pub mod helpers;
 pub mod host;
+mod man_pages;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;
@@ -33,6 +34,9 @@ pub mod show;
 pub mod status;
 pub mod stop;
 pub mod store;
+
+/// Open files of a command that starts or serves guests, or of the QEMU that it starts and that inherits its limit.
+pub const DESCRIPTORS_TO_RUN_GUESTS: u64 = 256;
 
 /// Rejects names that are given twice.
 fn distinct_names(arguments: &[Name]) -> Result<Vec<String>> {

@@ -68,7 +68,7 @@ fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
         StoreUrl::Directory(path) => {
             StoreUrl::Directory(std::path::absolute(path).with_context(|| path.display().to_string())?)
         }
-        StoreUrl::Remote(_) | StoreUrl::Objects(_) => store.clone(),
+        StoreUrl::Objects(_) => store.clone(),
     })
 }
 

@@ -194,14 +194,13 @@ fn show_domain_config(output: &Output, arguments: &OcfResource, domain: &str) ->
 
 /// Returns the parameters of the resource, except for what the guest is.
 fn parameters(arguments: &OcfResource) -> Result<Vec<(&'static str, String)>> {
-    let path = |path: &PathBuf| path.display().to_string();
     let CheckpointOptions { store, credentials, every, policy, keep, disk_hook, output_commit } =
         &arguments.checkpoints;
     let mut parameters = vec![("store", store.to_string())];
-    let StoreCredentials { cert, key, ca, key_file, key_command, environment_file } = credentials;
-    let files =
-        [("cert", cert), ("key", key), ("ca", ca), ("key_file", key_file), ("environment_file", environment_file)];
-    parameters.extend(files.into_iter().filter_map(|(name, value)| Some((name, path(value.as_ref()?)))));
+    let StoreCredentials { key_file, key_command, environment_file } = credentials;
+    for (name, file) in [("key_file", key_file), ("environment_file", environment_file)] {
+        parameters.extend(file.as_ref().map(|file| (name, file.display().to_string())));
+    }
     parameters.extend(key_command.clone().map(|command| ("key_command", command)));
     parameters.push(("every", every.to_string()));
     parameters.push(("keep", keep.to_string()));

@@ -1,5 +1,6 @@
 //! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
+use super::helpers::report_stopped;
 use super::interrupts;
 use super::store::credentials;
 use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
@@ -55,7 +56,8 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         }
         let _ = output.result(event, format!("{name}: {event}"));
     };
-    let summary = run(&host, &name, &settings, &interrupted, &mut report)?;
+    let summary = run(&host, &name, &settings, &interrupted, &mut report);
+    let summary = summary.inspect_err(|_| report_stopped(&host, &name))?;
     let why = match summary.ended {
         StopReason::Requested => "interrupted; its memory is still tracked, for the next `rekindle protect`",
         StopReason::Counted if summary.overlays_left => {

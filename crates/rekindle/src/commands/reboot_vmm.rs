@@ -1,13 +1,14 @@
 //! `rekindle reboot vmm`: replaces QEMUs, and prints what was done to each VM.
 
 use super::dry_run::{self, PlannedAction};
-use super::helpers::start_helpers;
-use super::{distinct_names, reboot_method};
+use super::helpers::{report_stopped, start_helpers};
+use super::{DESCRIPTORS_TO_RUN_GUESTS, distinct_names, reboot_method};
 use crate::cli::{RebootMethod, RebootVmm};
 use crate::output::{Output, Usage, chain, duration, exit_status_for};
 use crate::progress::start_spinner;
 use anyhow::Result;
 use rekindle_handover::GuestStatus;
+use rekindle_kernel::descriptor_limit;
 use rekindle_reboot::bare::{self, BareOptions};
 use rekindle_reboot::error::RebootError;
 use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, Selection, SkippedDomain};
@@ -19,6 +20,9 @@ use rekindle_vm::status::{self, Status};
 use serde::Serialize;
 use std::path::Path;
 use std::process::ExitCode;
+
+/// Open files for each VM whose QEMU is replaced.
+const DESCRIPTORS_PER_VM: u64 = 48;
 
 /// The JSON result of `rekindle reboot vmm`.
 #[derive(Serialize)]
@@ -71,6 +75,7 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         return dry_run::print(output, &plan(&host, &selected, &options, &domain_options));
     }
     let Selected { vms, domains, skipped } = selected;
+    descriptor_limit::require(DESCRIPTORS_TO_RUN_GUESTS + DESCRIPTORS_PER_VM * (vms.len() + domains.len()) as u64)?;
     let spinner =
         start_spinner(output, format!("{} reboot of {}", options.how, [&*vms, &*domains].concat().join(", ")));
     let mut outcomes = if vms.is_empty() { Vec::new() } else { vmm::reboot(&host, &vms, &options) };
@@ -79,6 +84,8 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     outcomes.extend(of_domains);
     spinner.finish_and_clear();
     vms.iter().for_each(|name| start_helpers(&host, name));
+    let failed = outcomes.iter().filter(|outcome| outcome.result.is_err());
+    failed.for_each(|outcome| report_stopped(&host, &outcome.name));
     print_vmm_outcomes(output, options.how, &outcomes, &skipped, &absences_us)?;
     let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))

@@ -1,5 +1,6 @@
 //! `rekindle recover`: starts the pager if it is needed, recovers the VM, and starts its helpers.
 
+use super::helpers::report_stopped;
 use crate::cli::Recover;
 use crate::output::Output;
 use anyhow::Result;
@@ -31,7 +32,8 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
         start_pager(&rundir)?;
     }
     let policy = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
-    let Recovery { recovered, others } = recover::recover(&host, name.as_str(), policy)?;
+    let recovery = recover::recover(&host, name.as_str(), policy);
+    let Recovery { recovered, others } = recovery.inspect_err(|_| report_stopped(&host, name.as_str()))?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
         super::helpers::start_helpers(&host, name.as_str());
     }

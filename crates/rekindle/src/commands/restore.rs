@@ -1,5 +1,6 @@
 //! `rekindle restore` resumes a guest from a checkpoint; `rekindle pager` loads the rest of its memory.
 
+use super::helpers::report_stopped;
 use super::store::credentials;
 use super::{existing_run_dir, interrupts};
 use crate::cli::{Pager, Restore};
@@ -55,7 +56,8 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         output.result(&prepared, text)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let restored = run(&host, &arguments.name, &request)?;
+    let restored = run(&host, &arguments.name, &request);
+    let restored = restored.inspect_err(|_| report_stopped(&host, arguments.name.as_str()))?;
     super::helpers::start_helpers(&host, &restored.name);
     let memory = memory_text(restored.filled);
     let text = format!(

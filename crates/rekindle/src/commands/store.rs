@@ -1,6 +1,6 @@
-//! `rekindle store`: creates, lists, verifies, compacts, exports, imports and serves stores of checkpoints.
+//! `rekindle store`: creates, lists, verifies, compacts, exports and imports stores of checkpoints.
 
-use crate::cli::{NameOnly, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey, StoreServe};
+use crate::cli::{NameOnly, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 use crate::output::{Output, Usage, bytes, duration};
 use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
@@ -11,21 +11,16 @@ use rekindle_store::admin;
 use rekindle_store::export as stream;
 use rekindle_store::keys::{KeySource, NewKey};
 use rekindle_store::listing::{ListedCheckpoint, Listing};
-use rekindle_store::remote::Identity;
-use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
 use rekindle_store::{Credentials, EnvironmentFile, Image, Options, ReadOptions, StoreError, Writer};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::sync_directory;
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader, IsTerminal, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::ExitCode;
-use std::thread;
 use uuid::Uuid;
 
 const PAGE_BYTES: u64 = 4096;
@@ -33,14 +28,11 @@ const READ_BUFFER_BYTES: usize = 1 << 20;
 
 /// Returns the credentials from the command line.
 pub(super) fn credentials(arguments: &StoreCredentials) -> Option<Credentials> {
-    let StoreCredentials { cert, key, ca, key_file, key_command, environment_file } = arguments.clone();
-    let tls = match (cert, key, ca) {
-        (Some(cert), Some(key), Some(ca)) => Some(Identity { cert, key, ca }),
-        _ => None,
-    };
+    let StoreCredentials { key_file, key_command, environment_file } = arguments.clone();
     let keys = key_file.map(KeySource::File).or(key_command.map(KeySource::Command));
     let environment_file = environment_file.as_deref().map(EnvironmentFile::new);
-    Some(Credentials { tls, keys, environment_file }).filter(|credentials| *credentials != Credentials::default())
+    let credentials = Credentials { keys, environment_file, ..Credentials::default() };
+    Some(credentials).filter(|credentials| *credentials != Credentials::default())
 }
 
 pub fn init(output: &Output, arguments: &StoreAt) -> Result<ExitCode> {
@@ -279,31 +271,4 @@ fn importing_vm(arguments: &StoreImport, credentials: Option<&Credentials>) -> R
         }
         (Err(e), _) => Err(e.into()),
     }
-}
-
-pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
-    let StoreServe { listen, dir, cert, key, client_ca, idle } = arguments;
-    let identity = Identity { cert: cert.clone(), key: key.clone(), ca: client_ca.clone() };
-    let timeouts = Timeouts { idle: idle.as_duration(), ..Timeouts::default() };
-    let server = Server::bind(listen, dir, &identity)?.with_timeouts(timeouts);
-    let address = server.address().map_err(|source| StoreError::Io {
-        store: dir.display().to_string(),
-        file: String::new(),
-        doing: "reading its address",
-        source,
-    })?;
-    let stopper = server.stopper();
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let signals_handle = signals.handle();
-    let signal_thread = thread::spawn(move || {
-        if signals.forever().next().is_some() {
-            stopper.stop();
-        }
-    });
-    output.result(&json!({"listening": address, "directory": dir}), format!("listening on {address}"))?;
-    let served = server.run();
-    signals_handle.close();
-    let _ = signal_thread.join();
-    served?;
-    Ok(ExitCode::SUCCESS)
 }

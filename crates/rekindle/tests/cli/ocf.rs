@@ -6,9 +6,10 @@ use crate::common::vm::Vm;
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::Qmp;
+use rekindle_testing::object_store::{BUCKET, ObjectStoreServer};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use std::fs;
+use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -21,27 +22,50 @@ fn is_stopped(process: Process) -> bool {
     stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
 }
 
+/// Returns a VM whose service the monitor action checks.
+fn probed(lab: &Lab) -> Vm<'_> {
+    lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\"")
+}
+
 struct Resource<'a> {
     lab: &'a Lab,
     guest: Guest<'a>,
     definition: PathBuf,
     store: PathBuf,
+    /// Options with which commands reach the store.
+    credentials: Vec<String>,
     settings: &'static [&'static str],
 }
 
 impl<'a> Resource<'a> {
     fn new(lab: &'a Lab) -> Self {
-        Self::of(lab, lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\""), &[])
+        Self::of(lab, probed(lab), &[])
     }
 
     fn of(lab: &'a Lab, vm: Vm<'a>, settings: &'static [&'static str]) -> Self {
-        Self { lab, definition: vm.write(), guest: vm.guest(), store: store(lab, "web"), settings }
+        let (store, credentials) = (store(lab, "web"), Vec::new());
+        Self { lab, definition: vm.write(), guest: vm.guest(), store, credentials, settings }
+    }
+
+    /// Keeps the checkpoints in an object store.
+    fn in_object_store(lab: &'a Lab, vm: Vm<'a>, server: &ObjectStoreServer) -> Self {
+        let credentials = vec!["--environment-file".to_owned(), lab.write_environment_file(server)];
+        let store = PathBuf::from(format!("s3://{BUCKET}/web"));
+        let web = Self { store, credentials, ..Self::of(lab, vm, &[]) };
+        web.store_command("init").ok();
+        web
+    }
+
+    fn store_command(&self, action: &str) -> CommandResult {
+        let words = ["--json", "store", action, self.store.to_str().unwrap()];
+        self.lab.rekindle(words.into_iter().chain(self.credentials.iter().map(String::as_str)))
     }
 
     fn command(&self, action: &str, arguments: &[&str]) -> Command {
         let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
         let first = ["--json", "ocf", action, "web", "--definition", definition, "--store", store, "--every", "200ms"];
-        self.lab.command(first.iter().chain(self.settings).chain(arguments))
+        let credentials = self.credentials.iter().map(String::as_str);
+        self.lab.command(first.into_iter().chain(credentials).chain(self.settings.iter().chain(arguments).copied()))
     }
 
     /// Returns the command without `--json`.
@@ -89,7 +113,7 @@ impl<'a> Resource<'a> {
     }
 
     fn newest(&self) -> u64 {
-        let listed = self.lab.rekindle(["--json", "store", "ls", self.store.to_str().unwrap()]).ok().json();
+        let listed = self.store_command("ls").ok().json();
         let last = listed["checkpoints"]
             .as_array()
             .and_then(|all| all.last())
@@ -103,6 +127,15 @@ impl<'a> Resource<'a> {
         wait_for("checkpoints", DEADLINE, || (self.newest() >= target).then_some(()));
     }
 
+    /// Ends QEMU unexpectedly, and lets the agent find that.
+    fn crash(&self) {
+        self.guest.single_qemu().process.kill().unwrap();
+        wait_for("the monitor to report it as stopped", DEADLINE, || {
+            (self.ocf("monitor", &[]).code == Some(7)).then_some(())
+        });
+        self.ocf("stop", &[]).ok();
+    }
+
     fn protector(&self) -> Process {
         let text = fs::read(self.guest.file("protector.json")).unwrap();
         let record: Value = serde_json::from_slice(&text).unwrap();
@@ -114,7 +147,16 @@ impl<'a> Resource<'a> {
 #[test]
 fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
     let lab = Lab::new();
-    let web = Resource::new(&lab);
+    check_restores_and_boots(&Resource::new(&lab));
+}
+
+#[test]
+fn a_guest_is_restored_and_booted_from_an_object_store_too() {
+    let (lab, server) = (Lab::new(), ObjectStoreServer::start());
+    check_restores_and_boots(&Resource::in_object_store(&lab, probed(&lab), &server));
+}
+
+fn check_restores_and_boots(web: &Resource<'_>) {
     web.monitor(7);
     web.ocf("stop", &[]).ok();
     assert_eq!(web.start()["started"], "booted");
@@ -125,11 +167,7 @@ fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
 
     // QEMU ends unexpectedly, as in a crash.
     let tick = web.guest.tick();
-    web.guest.single_qemu().process.kill().unwrap();
-    wait_for("the monitor to report it as stopped", DEADLINE, || {
-        (web.ocf("monitor", &[]).code == Some(7)).then_some(())
-    });
-    web.ocf("stop", &[]).ok();
+    web.crash();
     assert_eq!(web.start()["started"], "restored");
     assert_eq!(web.guest.boot_id(), boot, "the guest was booted");
     assert!(web.guest.tick() + 500 > tick, "the guest lost much more than one interval");
@@ -162,7 +200,7 @@ fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
     assert_eq!(web.start()["started"], "booted");
     assert_ne!(web.guest.boot_id(), second);
     web.ocf("stop", &[]).ok();
-    lab.assert_empty();
+    web.lab.assert_empty();
 }
 
 #[test]
@@ -267,8 +305,7 @@ fn a_start_fails_and_leaves_no_guest_if_no_checkpoint_can_be_taken() {
 #[test]
 fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
     let lab = Lab::new();
-    let web =
-        Resource::of(&lab, lab.vm("web").memory("96M").key("probe = \"tcp://10.79.1.2:7\""), &["--output-commit"]);
+    let web = Resource::of(&lab, probed(&lab), &["--output-commit"]);
     web.start();
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
@@ -341,11 +378,7 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     web.start();
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
-    web.guest.single_qemu().process.kill().unwrap();
-    wait_for("the monitor to report it as stopped", DEADLINE, || {
-        (web.ocf("monitor", &[]).code == Some(7)).then_some(())
-    });
-    web.ocf("stop", &[]).ok();
+    web.crash();
 
     // The store's file system is not mounted; the mount point exists.
     let away = lab.path("away");
@@ -358,7 +391,7 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     fs::remove_dir(&share).unwrap();
     let errors = lab.path("errors");
     let mut start = web.command("start", &["--within", "60s"]);
-    let start = start.stdout(Stdio::piped()).stderr(fs::File::create(&errors).unwrap()).spawn().unwrap();
+    let start = start.stdout(Stdio::piped()).stderr(File::create(&errors).unwrap()).spawn().unwrap();
     wait_for("the start to try the store again", DEADLINE, || {
         fs::read_to_string(&errors).unwrap().contains("retrying").then_some(())
     });
@@ -370,6 +403,43 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     web.guest.wait_ready();
     assert_eq!(web.guest.boot_id(), boot);
     web.ocf("stop", &[]).ok();
+}
+
+#[test]
+fn a_start_waits_for_an_object_store_that_is_away_and_does_not_boot_instead() {
+    let (lab, mut server) = (Lab::new(), ObjectStoreServer::start());
+    let web = Resource::in_object_store(&lab, probed(&lab), &server);
+    web.start();
+    web.wait_checkpoints(2);
+    let boot = web.guest.boot_id();
+    // The store is unavailable for a while: the guest runs, and the resource is healthy.
+    server.kill_gateway();
+    let tick = web.guest.tick();
+    web.monitor(0);
+    wait_for("the guest to run", DEADLINE, || (web.guest.tick() > tick + 20).then_some(()));
+    web.crash();
+    let errors = lab.path("errors");
+    let mut start = web.command("start", &["--within", "120s"]);
+    let start = start.stdout(Stdio::piped()).stderr(File::create(&errors).unwrap()).spawn().unwrap();
+    wait_for("the start to try the store again", DEADLINE, || {
+        fs::read_to_string(&errors).unwrap().contains("retrying").then_some(())
+    });
+    server.restart_gateway();
+    assert_eq!(web.lab.wait(start, "start".into()).ok().json()["started"], "restored");
+    web.guest.wait_ready();
+    assert_eq!(web.guest.boot_id(), boot);
+
+    // The store accepts connections and does not answer. A request ends early enough for another attempt.
+    web.crash();
+    let gateway = Pid::from_raw(i32::try_from(server.gateway_pid()).unwrap()).unwrap();
+    kill_process(gateway, Signal::STOP).unwrap();
+    web.ocf("start", &["--within", "30s"]).status(1).prints(&["retrying"]);
+    assert!(web.guest.qemus().is_empty(), "the guest was booted");
+    kill_process(gateway, Signal::CONT).unwrap();
+    assert_eq!(web.start()["started"], "restored");
+    assert_eq!(web.guest.boot_id(), boot);
+    web.ocf("stop", &[]).ok();
+    lab.assert_empty();
 }
 
 #[test]
@@ -442,18 +512,15 @@ fn cluster_configuration_is_generated_from_the_definition() {
         "--definition",
         web.definition.to_str().unwrap(),
         "--store",
-        "tls://store:7001/web",
-        "--cert",
-        "/c.pem",
-        "--key",
-        "/k.pem",
-        "--ca",
-        "/ca.pem",
+        "s3://checkpoints/web",
+        "--environment-file",
+        "/etc/rekindle/s3.env",
     ]);
     text.ok().prints(&[
         "ocf:rekindle:vm",
         "utilization memory=96 vcpus=1",
-        "cert=/c.pem key=/k.pem ca=/ca.pem every=2s",
+        "store=s3://checkpoints/web environment_file=/etc/rekindle/s3.env every=2s",
+        "rekindle store init s3://checkpoints/web --environment-file /etc/rekindle/s3.env",
     ]);
     // Each option that was given is part of the generated configuration.
     let words = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];

@@ -4,6 +4,7 @@ use super::vm::Vm;
 use super::{DEADLINE, observe};
 use rekindle_qemu::binary::Binary;
 use rekindle_testing::micro::KERNEL;
+use rekindle_testing::object_store::ObjectStoreServer;
 use rekindle_testing::tools;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -87,6 +88,15 @@ impl Lab {
         self.directory.path().join(name)
     }
 
+    /// Writes the variables of an object store to a file for `--environment-file`. Returns its path.
+    pub fn write_environment_file(&self, server: &ObjectStoreServer) -> String {
+        let file = self.path("s3.env");
+        let lines: Vec<String> = server.environment().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
+        fs::write(&file, lines.concat()).expect("a file in the lab");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).expect("our own file");
+        file.to_str().expect("a lab has a path in UTF-8").to_owned()
+    }
+
     /// Returns the parent of the VMs' run directories.
     pub fn run_root(&self) -> PathBuf {
         self.path("run")
@@ -124,7 +134,12 @@ impl Lab {
 
     /// Returns a command that runs `rekindle` in this lab.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        self.command_of(Path::new(env!("CARGO_BIN_EXE_rekindle")), arguments)
+    }
+
+    /// Returns a command that runs this copy of `rekindle` in this lab.
+    pub fn command_of<S: AsRef<OsStr>>(&self, program: &Path, arguments: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(program);
         command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
         command.env("REKINDLE_HOST_CONFIG", self.path(".host.toml"));
         command.env_remove("REKINDLE_FAULT").env_remove("REKINDLE_LOG").env_remove("REKINDLE_LOG_DIR");

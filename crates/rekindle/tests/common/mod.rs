@@ -8,6 +8,7 @@ pub mod device;
 pub mod guest;
 pub mod hostile;
 pub mod huge;
+pub mod interrupted;
 pub mod lab;
 pub mod observe;
 pub mod protector;

@@ -1,12 +1,13 @@
 //! `rekindle move` with the real ssh, and a key that may only run `rekindle receive` on the destination host
 //! (`docs/move.md`).
 
-use super::{Pair, last, wait_filled};
+use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
 use crate::common::device::run;
 use crate::common::{CommandResult, Lab};
+use rekindle_testing::object_store::{BUCKET, ObjectStoreServer};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Directory that sshd needs as root.
@@ -45,6 +46,19 @@ impl<'a> SshServer<'a> {
         fs::write(self.lab.path("authorized"), format!("{options} {}", self.public_key)).unwrap();
     }
 
+    /// Lets the key in only for `rekindle receive`.
+    fn authorize_receive(&self) {
+        let receive = self.lab.path("receive");
+        let text = format!(
+            "#!/bin/sh\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} exec {:?} receive\n",
+            self.lab.run_root(),
+            self.lab.path(".host.toml"),
+            env!("CARGO_BIN_EXE_rekindle")
+        );
+        write_script(&receive, &text);
+        self.authorize(&format!("restrict,command=\"{}\"", receive.display()));
+    }
+
     /// Runs `ssh` with these arguments.
     fn ssh(&self, arguments: &[&str]) -> CommandResult {
         let mut command = Command::new(self.lab.path("ssh"));
@@ -66,14 +80,6 @@ fn a_guest_moves_with_a_key_that_may_only_receive_guests() {
     guest.touch("16M");
     let boot = guest.boot_id();
     let server = SshServer::new(&pair.there);
-    let receive = pair.there.path("receive");
-    let text = format!(
-        "#!/bin/sh\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} exec {:?} receive\n",
-        pair.there.run_root(),
-        pair.there.path(".host.toml"),
-        env!("CARGO_BIN_EXE_rekindle")
-    );
-    write_script(&receive, &text);
     let mark = pair.there.path("mark");
     let touch = format!("touch {}", mark.display());
     server.authorize("");
@@ -81,7 +87,7 @@ fn a_guest_moves_with_a_key_that_may_only_receive_guests() {
     assert!(mark.exists(), "a key without options may run any command");
     fs::remove_file(&mark).unwrap();
 
-    server.authorize(&format!("restrict,command=\"{}\"", receive.display()));
+    server.authorize_receive();
     server.ssh(&["b", &touch]);
     assert!(!mark.exists());
     // No connection to other servers through the host either.
@@ -93,4 +99,31 @@ fn a_guest_moves_with_a_key_that_may_only_receive_guests() {
     wait_filled(&moved);
     moved.verify();
     moved.assert_sound();
+}
+
+/// The environment of the other host has no variables of the object store: both hosts have a file with them.
+#[test]
+fn a_guest_moves_through_an_object_store() {
+    let objects = ObjectStoreServer::start();
+    let pair = Pair { store: PathBuf::from(format!("s3://{BUCKET}/far")), ..Pair::new("far") };
+    let file = pair.here.write_environment_file(&objects);
+    let credentials = ["--environment-file", file.as_str()];
+    pair.here.rekindle([&["store", "init", pair.store.to_str().unwrap()], &credentials[..]].concat()).ok();
+    let guest = pair.boot();
+    guest.touch("24M");
+    let (boot, tick) = (guest.boot_id(), guest.tick());
+    SshServer::new(&pair.there).authorize_receive();
+    let moved = last(&pair.run(&pair.here, &pair.there, &credentials).ok());
+    assert_eq!(moved["there"]["prepared"], true, "{moved}");
+    wait_empty(&pair.here);
+    let guest = pair.guest(&pair.there);
+    guest.wait_ready();
+    assert_eq!(guest.boot_id(), boot);
+    assert!(guest.tick() >= tick);
+    assert_cache_matches_disk(&guest);
+    wait_filled(&guest);
+    guest.verify();
+    guest.assert_sound();
+    let verify = [&["--json", "store", "verify", pair.store.to_str().unwrap()], &credentials[..]].concat();
+    assert_eq!(pair.there.rekindle(verify).ok().json()["bad"], serde_json::json!([]));
 }

@@ -4,13 +4,11 @@
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use crate::common::served::kill_watcher;
 use crate::common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, wait_for};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-use std::time::{Duration, SystemTime};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 #[test]
 fn a_restore_yields_what_was_committed_with_every_policy() {
@@ -247,152 +245,6 @@ fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     qemu.kill().unwrap();
     qemu.wait().unwrap();
     assert!(ticked.starts_with("tick "));
-}
-
-/// Creates a certificate authority, and certificates for a server and a client. That of the client is valid for `days` from now
-/// on, if that is limited. They replace earlier ones.
-pub fn certificates(directory: &Path, client_days: Option<u64>) {
-    let mut authority = CertificateParams::new(Vec::new()).unwrap();
-    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let key = KeyPair::generate().unwrap();
-    fs::write(directory.join("ca.pem"), authority.self_signed(&key).unwrap().pem()).unwrap();
-    let issuer = Issuer::new(authority, key);
-    for name in ["server", "client"] {
-        let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
-        if let Some(days) = client_days.filter(|_| name == "client") {
-            params.not_after = (SystemTime::now() + Duration::from_secs(days * 86_400)).into();
-        }
-        let certificate = params.signed_by(&key, &issuer).unwrap();
-        fs::write(directory.join(format!("{name}.pem")), certificate.pem()).unwrap();
-        fs::write(directory.join(format!("{name}.key")), key.serialize_pem()).unwrap();
-    }
-}
-
-/// A running `rekindle store serve`, killed on drop.
-pub struct Server {
-    child: Child,
-    pub address: String,
-}
-
-impl Server {
-    /// Starts the server on an address. Port 0 means any free port.
-    fn start(lab: &Lab, tls: &Path, listen: &str) -> Self {
-        Self::start_with(lab, tls, listen, &[])
-    }
-
-    /// Starts the server as [`Self::start`] does, with additional environment variables.
-    pub fn start_with(lab: &Lab, tls: &Path, listen: &str, environment: &[(&str, String)]) -> Self {
-        let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
-        let mut serve = lab.command(["store", "serve", "--listen", listen, "--dir", &file("stores")]);
-        serve.args(["--cert", &file("server.pem"), "--key", &file("server.key"), "--client-ca", &file("ca.pem")]);
-        serve.envs(environment.iter().map(|(name, value)| (name, value)));
-        let mut child = serve.stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.split_whitespace().find(|word| word.contains("127.0.0.1:")).expect("an address");
-        let address = address.trim_matches(|c: char| !c.is_ascii_digit()).to_owned();
-        Self { child, address }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Creates certificates in a directory of the lab. Returns the directory, and a client's arguments with its
-/// certificate.
-pub fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
-    let tls = lab.path("tls");
-    fs::create_dir(&tls).unwrap();
-    certificates(&tls, None);
-    let flags = [("--cert", "client.pem"), ("--key", "client.key"), ("--ca", "ca.pem")];
-    let words = flags.iter().flat_map(|(flag, name)| [(*flag).to_owned(), tls.join(name).to_str().unwrap().to_owned()]);
-    let words = words.collect();
-    (tls, words)
-}
-
-#[test]
-fn a_guest_blocks_while_its_store_is_unavailable() {
-    let lab = Lab::new();
-    let (tls, identity) = identity(&lab);
-    let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
-    let mut server = Server::start(&lab, &tls, "127.0.0.1:0");
-    let address = server.address.clone();
-    let url = PathBuf::from(format!("tls://{address}/gone"));
-    let guest = lab.vm("gone").memory("384M").boot(&[]);
-    guest.touch("256M");
-    let boot = guest.boot_id();
-    let protect = [&["--create-store", "--every", "100ms", "--count", "1"], &identity[..]].concat();
-    let mut protector = Protector::start(&guest, &lab, &url, &protect);
-    assert!(protector.child.wait().unwrap().success());
-    let mut waited = false;
-    for _ in 0..5 {
-        crash(&guest);
-        restore(&guest, &url, &identity);
-        drop(server);
-        // The fill may have finished already. Then the next round tries again.
-        waited = guest.file("fill.json").exists();
-        if waited {
-            let log = guest.file("pager.log");
-            let is_logged = || {
-                fs::read_to_string(&log)
-                    .unwrap_or_default()
-                    .contains("the guest blocks where it needs it")
-                    .then_some(())
-            };
-            wait_for("the pager to log that it waits", DEADLINE, is_logged);
-            assert!(guest.file("fill.json").exists(), "the fill ended without the store");
-        }
-        server = Server::start(&lab, &tls, &address);
-        guest.verify();
-        assert_eq!(guest.boot_id(), boot);
-        wait_filled(&guest);
-        guest.verify();
-        guest.assert_sound();
-        if waited {
-            break;
-        }
-    }
-    assert!(waited, "each fill finished before the store was unavailable");
-}
-
-#[test]
-fn a_guest_is_restored_from_a_store_server_into_another_run_directory() {
-    let lab = Lab::new();
-    let (tls, identity) = identity(&lab);
-    let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
-    let server = Server::start(&lab, &tls, "127.0.0.1:0");
-    let url = format!("tls://{}/far", server.address);
-
-    let guest = lab.vm("far").memory("192M").boot(&[]);
-    guest.touch("64M");
-    let boot = guest.boot_id();
-    let protect =
-        ["--create-store", "--every", "100ms", "--count", "2"].iter().chain(&identity).copied().collect::<Vec<_>>();
-    let mut protector = Protector::start(&guest, &lab, Path::new(&url), &protect);
-    assert!(protector.child.wait().unwrap().success());
-    crash(&guest);
-    // Restore with another run directory, RAM directory and journal, as on another host.
-    let elsewhere = lab.path("elsewhere");
-    fs::create_dir(&elsewhere).unwrap();
-    let mut restore = lab.command(["--json", "restore", "far", "--store", &url].iter().chain(&identity));
-    let restored = lab.finish({
-        restore.env("REKINDLE_RUN_DIR", &elsewhere);
-        restore
-    });
-    assert_eq!(restored.ok().json()["checkpoint"], 2);
-    assert_eq!(guest.boot_id(), boot);
-    guest.verify();
-    let fill = elsewhere.join("far/fill.json");
-    wait_for("the fill to finish", DEADLINE, || (!fill.exists()).then_some(()));
-    guest.verify();
-    let mut stop = lab.command(["stop", "far", "--now"]);
-    stop.env("REKINDLE_RUN_DIR", &elsewhere);
-    lab.finish(stop).ok();
 }
 
 #[test]

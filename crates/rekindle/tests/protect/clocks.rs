@@ -1,7 +1,5 @@
-//! A host whose real-time clock jumps, certificates that expire, and an object store with latency: none of them costs a guest, a
-//! page or a commit.
+//! A host whose real-time clock jumps, and an object store with latency: neither costs a guest, a page or a commit.
 
-use crate::checkpoints::{Server, certificates, identity};
 use crate::common::protector::{Protector, crash, restore_with, store, wait_filled};
 use crate::common::served::{READ, digest, image, read, section, status};
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
@@ -124,39 +122,6 @@ fn jumps_of_the_hosts_clock_cost_no_checkpoint_no_cache_and_no_guest() {
         guest.verify();
         crash(&guest);
     }
-}
-
-#[test]
-fn a_guest_outlives_certificates_that_expire_while_it_is_protected() {
-    let lab = Lab::new();
-    // The host's clock is right; that of the server jumps: the certificate of the client expires there.
-    let clock = ShiftedClock::new();
-    let (tls, words) = identity(&lab);
-    certificates(&tls, Some(180));
-    let variables = clock.environment();
-    let mut server = Server::start_with(&lab, &tls, "127.0.0.1:0", &variables);
-    let address = server.address.clone();
-    let url = PathBuf::from(format!("tls://{address}/far"));
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let guest = lab.vm("far").memory("96M").boot(&[]);
-    let mut protector =
-        Protector::start(&guest, &lab, &url, &[&["--create-store", "--every", "100ms"], &words[..]].concat());
-    let mut newest = protector.wait("checkpoint")["number"].as_u64().unwrap();
-    // The connection continues.
-    clock.set(YEAR_S);
-    expect_checkpoints(&mut protector, &mut newest, 3);
-    drop(server);
-    server = Server::start_with(&lab, &tls, &address, &variables);
-    // The first error is that of the connection that was closed.
-    wait_store_away(&mut protector, &["client.pem has expired", "renew it"]);
-    guest.touch("4M");
-    certificates(&tls, None);
-    protector.wait("store-back");
-    assert!(protector.wait("checkpoint")["number"].as_u64().unwrap() > newest);
-    protector.end();
-    guest.verify();
-    guest.assert_sound();
-    drop(server);
 }
 
 /// Waits until the guest has ticked again.

@@ -38,7 +38,7 @@ fn a_mistyped_path_and_another_host_get_no_store() {
     // The path has the form that scp and NFS use.
     let mut command = lab.command(["protect", "web", "--store", "host2:/srv/x", "--create-store"]);
     command.current_dir(lab.path("."));
-    lab.finish(command).status(2).prints(&["directory of host host2", "mount it", "tls://host2:PORT/NAME"]);
+    lab.finish(command).status(2).prints(&["directory of host host2", "mount it", "s3://BUCKET/PREFIX"]);
     assert!(!lab.path("host2:").exists());
 
     // Both ways to create a store work.

@@ -1,13 +1,11 @@
 //! `rekindle store`: text output, JSON output, and exit status.
 
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use rekindle_store::types::{Block, Vm};
 use rekindle_store::{Options, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use uuid::Uuid;
@@ -97,13 +95,11 @@ fn invalid_arguments_have_exit_status_2_and_failures_1() {
     let path = sample(&directory.path().join("web"));
     for (arguments, word) in [
         (&["ls", "http://host/web"][..], "`http://` is not known"),
-        (&["ls", "tls://host/web"], "no port"),
+        (&["ls", "tls://host:7001/web"], "mount the directory of the store"),
         (&["ls"], "<STORE>"),
-        (&["ls", &path, "--cert", "x"], "--key"),
         (&["--json", "export", &path], "--output"),
         (&["import", "/nowhere/store", "/dev/null", "--create-store"], "--name"),
         (&["import", &path, "/dev/null", "--keep", "0"], "keep"),
-        (&["serve"], "--listen"),
     ] {
         let text = text_of(&store(arguments, 2));
         assert!(text.contains(word), "{arguments:?}: {word} is not in {text}");
@@ -113,7 +109,6 @@ fn invalid_arguments_have_exit_status_2_and_failures_1() {
         (&["import", "/nowhere/store", "/dev/null"], "not a store"),
         (&["import", "/nowhere/store", "/dev/null", "--name", "db"], "rekindle store init /nowhere/store"),
         (&["export", &path, "--at", "9"], "available: 1, 2, 3"),
-        (&["ls", "tls://127.0.0.1:1/web"], "--cert"),
         (&["import", &path, "/dev/null"], "cut short"),
         (
             &["import", &path, "/dev/null", "--name", "db", "--uuid", "00000000-0000-0000-0000-000000000009"],
@@ -167,52 +162,4 @@ fn an_exported_checkpoint_can_be_imported() {
         text_of(&store(["export", &path, "--at", "7", "--output", directory.path().join("x").to_str().unwrap()], 1));
     assert!(text.contains("available:"), "{text}");
     assert!(!directory.path().join("x").exists() && !directory.path().join("x.part").exists());
-}
-
-/// Writes a certificate for `name`, signed by `issuer`, and its key to `directory`.
-fn certificate(directory: &Path, name: &str, issuer: &Issuer<'_, KeyPair>) -> [String; 2] {
-    let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-    let key = KeyPair::generate().unwrap();
-    let files = ["pem", "key"].map(|ending| directory.join(format!("{name}.{ending}")));
-    fs::write(&files[0], params.signed_by(&key, issuer).unwrap().pem()).unwrap();
-    fs::write(&files[1], key.serialize_pem()).unwrap();
-    files.map(|file| file.to_str().unwrap().to_owned())
-}
-
-#[test]
-fn a_server_serves_until_a_signal() {
-    let directory = tempfile::tempdir().unwrap();
-    sample(&directory.path().join("stores/web"));
-    let mut params = CertificateParams::new(Vec::new()).unwrap();
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let key = KeyPair::generate().unwrap();
-    let ca = directory.path().join("ca.pem");
-    fs::write(&ca, params.self_signed(&key).unwrap().pem()).unwrap();
-    let issuer = Issuer::new(params, key);
-    let ca = ca.to_str().unwrap();
-    let [server_cert, server_key] = certificate(directory.path(), "127.0.0.1", &issuer);
-    let [cert, key] = certificate(directory.path(), "client", &issuer);
-    let stores = directory.path().join("stores");
-    let mut arguments = vec!["--json", "serve", "--listen", "127.0.0.1:0", "--dir", stores.to_str().unwrap()];
-    arguments.extend(["--cert", &server_cert, "--key", &server_key, "--client-ca", ca]);
-    let mut server = command(arguments).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(server.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    let address = serde_json::from_str::<Value>(&line).unwrap()["listening"].as_str().unwrap().to_owned();
-    let url = format!("tls://{address}/web");
-    let with = |command: &'static str| {
-        ["--json", command, &url, "--cert", &cert, "--key", &key, "--ca", ca].map(str::to_owned)
-    };
-    let listing = json_of(&store(with("ls"), 0));
-    assert_eq!(listing["vm"]["name"], "web");
-    assert_eq!(json_of(&store(with("verify"), 0))["checkpoints"], 3);
-    assert!(json_of(&store(with("compact"), 0))["freed_bytes"].is_u64());
-    // A client with its own certificate and the server's key is rejected.
-    let text = text_of(&store(["ls", &url, "--cert", &cert, "--key", &server_key, "--ca", ca], 1));
-    assert!(text.contains("client.pem"), "{text}");
-    let pid = rustix::process::Pid::from_child(&server);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    assert!(server.wait().unwrap().success());
-    let text = text_of(&store(with("ls"), 1));
-    assert!(text.contains("rekindle store serve"), "{text}");
 }

@@ -6,7 +6,9 @@ use crate::common::served::{READ, digest, image, read, section, server, status, 
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use serde_json::Value;
+use std::ffi::OsStr;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -68,6 +70,44 @@ fn a_disk_server_that_is_killed_is_restarted_and_no_read_is_wrong() {
     let last = server(&guest).expect("a server");
     guest.rekindle(&["stop", "--now"]).ok();
     assert!(!last.is_alive() && server(&guest).is_none());
+}
+
+#[test]
+fn a_disk_server_is_restarted_after_its_program_was_upgraded_or_removed() {
+    let lab = Lab::new();
+    let built = Path::new(env!("CARGO_BIN_EXE_rekindle"));
+    // Links to the program that was built, in its file system: no copies.
+    let directory = tempfile::tempdir_in(built.parent().unwrap()).unwrap();
+    let program = fs::canonicalize(directory.path()).unwrap().join("rekindle");
+    fs::hard_link(built, &program).unwrap();
+    let path = image(&lab, "disk.raw");
+    let vm = lab.vm("upgraded").section(&section(&path, ""));
+    let definition = vm.write();
+    let status = lab.command_of(&program, [OsStr::new("run"), definition.as_os_str()]).status().unwrap();
+    assert!(status.success());
+    let guest = vm.guest();
+    guest.wait_ready();
+    let program_of = |process: Process| fs::read_link(format!("/proc/{}/exe", process.pid)).unwrap();
+    let restarted = || {
+        let before = server(&guest).expect("a server");
+        kill(before);
+        let after = wait_for("another server", DEADLINE, || server(&guest));
+        assert_ne!(after, before);
+        program_of(after)
+    };
+    let removed = PathBuf::from(format!("{} (deleted)", program.display()));
+
+    fs::remove_file(&program).unwrap();
+    fs::hard_link(built, &program).unwrap();
+    assert_eq!(program_of(server(&guest).expect("a server")), removed);
+    assert_eq!(program_of(watcher(&guest).expect("a watch process")), removed);
+    assert_eq!(restarted(), program, "the program that was installed in its place");
+
+    fs::remove_file(&program).unwrap();
+    assert_eq!(restarted(), removed, "the program that the watch process runs");
+    guest.ask("drop-caches");
+    assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
+    guest.assert_sound();
 }
 
 #[test]

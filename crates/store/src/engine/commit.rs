@@ -132,7 +132,7 @@ impl Engine {
             bytes: checkpoint.bytes + entry.bytes.len() as u64,
             writing: checkpoint.writing + (appended_at - started_at).saturating_sub(syncing - syncing_before),
             syncing,
-            known: Some(self.known_store()),
+            known: self.known_store(),
         })
     }
 

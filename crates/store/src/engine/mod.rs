@@ -1,4 +1,4 @@
-//! The writer of a store in a directory. One thread owns it.
+//! The writer of a store. One thread owns it.
 //!
 //! A checkpoint is [`Engine::begin`], then [`Engine::append`] for each frame of pages, then [`Engine::commit`] or
 //! [`Engine::abort`]. Between these calls, [`Engine::work`] does a small piece of background work: compaction, or
@@ -62,9 +62,8 @@ pub(crate) struct OpenedStore {
     pub digester: Digester,
     /// Number of the newest checkpoint; 0 if there is none.
     pub newest: u64,
-    pub epoch: u64,
-    /// What is known of the store now; `None` for a store on a server.
-    pub known: Option<KnownStore>,
+    /// What is known of the store now.
+    pub known: KnownStore,
 }
 
 /// A RAM block and the newest content of its pages.
@@ -200,6 +199,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
+    #[cfg(test)]
     pub fn owner(&self) -> &Claim {
         &self.claim
     }
@@ -209,13 +209,8 @@ impl Engine {
         self.newest_entry
     }
 
-    pub fn id(&self) -> uuid::Uuid {
-        self.store.id
-    }
-
     pub fn opened(&self) -> OpenedStore {
-        let (newest, epoch, known) = (self.newest(), self.claim.epoch, Some(self.known_store()));
-        OpenedStore { digester: self.store.digester(), newest, epoch, known }
+        OpenedStore { digester: self.store.digester(), newest: self.newest(), known: self.known_store() }
     }
 
     /// Returns the state of the store as this owner has left it.

@@ -53,7 +53,6 @@ pub(crate) enum Request {
     Compact(Sender<Result<u64>>),
     /// Finishes background work and writes a base index ([`Engine::settle`]).
     Settle(Sender<Result<()>>),
-    Epoch(Sender<u64>),
 }
 
 impl Engine {
@@ -133,7 +132,6 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
             Request::Hold(number) => engine.hold(number),
             Request::Compact(reply) => drop(reply.send(engine.compact())),
             Request::Settle(reply) => drop(reply.send(engine.settle())),
-            Request::Epoch(reply) => drop(reply.send(engine.owner().epoch)),
         }
     }
     engine.abort();

@@ -336,7 +336,7 @@ async fn exactly(found: GetResult, len: u64) -> io::Result<Bytes> {
 
 fn io_error(error: Error) -> io::Error {
     let text = brief(&error);
-    if let Some(hint) = clock_hint(&text) {
+    if let Some(hint) = clock_hint(&text).or_else(|| certificate_hint(&text)) {
         return io::Error::other(format!("{hint}: {text}"));
     }
     if matches!(error, Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) {
@@ -373,6 +373,18 @@ fn clock_hint(text: &str) -> Option<String> {
         format!(
             "the object store's certificate is not valid at the time of this machine ({now}); renew it, or set this machine's clock"
         )
+    })
+}
+
+/// Text of `rustls` about a certificate that it rejects.
+const REJECTED_CERTIFICATE: &str = "invalid peer certificate";
+
+/// Returns what to do about a certificate that is not the expected one.
+fn certificate_hint(text: &str) -> Option<String> {
+    text.contains(REJECTED_CERTIFICATE).then(|| {
+        "the object store's certificate is rejected; name the file with the certificate of its authority in AWS_CA_BUNDLE, and in \
+         AWS_ENDPOINT_URL the server as in its certificate"
+            .to_owned()
     })
 }
 
@@ -415,6 +427,9 @@ mod tests {
         assert!(text.contains("set the clock") && !text.contains("AWS_") && !text.contains("secret"), "{text}");
         let text = denied("AccessDenied");
         assert!(text.contains("AWS_") && !text.contains("clock") && !text.contains("secret"), "{text}");
+        let rejected = Error::Generic { store: "S3", source: "invalid peer certificate: UnknownIssuer".into() };
+        let text = io_error(rejected).to_string();
+        assert!(text.contains("AWS_CA_BUNDLE") && text.contains("UnknownIssuer"), "{text}");
         let without_code = Error::Generic { store: "S3", source: "502: <html>token</html>".into() };
         let text = io_error(without_code).to_string();
         assert!(text.contains("502") && !text.contains("token"), "{text}");

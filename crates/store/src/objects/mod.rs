@@ -32,6 +32,7 @@ pub mod schedule;
 mod settings;
 pub(crate) mod waiting;
 
+use crate::credentials::Retries;
 use crate::disk::Disk;
 use crate::environment_file::Variables;
 use crate::format::names;
@@ -67,8 +68,8 @@ impl ObjectDisk {
     ///
     /// # Errors
     /// `InvalidInput` if the settings are wrong or incomplete.
-    pub(crate) fn new(address: &ObjectAddress, variables: &Variables) -> io::Result<Self> {
-        let objects = settings::s3(&address.bucket, variables)?;
+    pub(crate) fn new(address: &ObjectAddress, variables: &Variables, retries: Retries) -> io::Result<Self> {
+        let objects = settings::s3(&address.bucket, variables, retries)?;
         Self::with(objects, &address.prefix, address.to_string())
     }
 

@@ -1,6 +1,7 @@
 //! Credentials, endpoint, region and certificates of an S3 server, from `AWS_*` variables: those of an environment file, and
 //! those of the environment that it does not set.
 
+use crate::credentials::Retries;
 use crate::environment_file::Variables;
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::{BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig};
@@ -13,17 +14,21 @@ use std::{env, fs, io};
 /// File of certificates of authorities, in PEM, that are trusted in addition to those of the system.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 
-/// Time after which a request is not tried again. It is short: what must wait longer for a store, such as a protector, a pager or a
-/// cluster's agent, tries again by itself, and reports it.
-const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
-const MAX_RETRIES: usize = 20;
+/// Time after which a request is not tried again: more than its own time limit (30 s), so that one without an answer is tried again.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(35);
+/// With the delays between them, requests that are rejected are tried for 10 s. What must wait longer for a store, such as a protector,
+/// a pager or a cluster's agent, tries again by itself, and reports it.
+const MAX_RETRIES: usize = 12;
 /// Longest wait before a request is tried again.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Time limit of a request that is not repeated, unless `AWS_TIMEOUT` sets another one.
+const SINGLE_REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a client was made from.
 #[derive(PartialEq, Eq)]
 struct Settings {
     bucket: String,
+    retries: Retries,
     variables: Vec<(String, String)>,
     /// Content of the file that [`CA_BUNDLE`] names.
     authorities: Option<Vec<u8>>,
@@ -35,13 +40,13 @@ fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Er
 
 /// Returns the bucket of the S3 server that the environment and `file` describe. With the same settings as before, it is the same
 /// client, whose connections are open already.
-pub(super) fn s3(bucket: &str, file: &Variables) -> io::Result<Arc<dyn ObjectStore>> {
+pub(super) fn s3(bucket: &str, file: &Variables, retries: Retries) -> io::Result<Arc<dyn ObjectStore>> {
     static NEWEST: Mutex<Option<(Settings, Arc<dyn ObjectStore>)>> = Mutex::new(None);
     let variables = merged(env::vars_os(), file);
     let bundle = variables.iter().find(|(name, _)| name == CA_BUNDLE);
     let read = |(_, path): &(String, String)| fs::read(path).map_err(|e| invalid(format!("{CA_BUNDLE}={path}: {e}")));
     let authorities = bundle.map(read).transpose()?;
-    let settings = Settings { bucket: bucket.to_owned(), variables, authorities };
+    let settings = Settings { bucket: bucket.to_owned(), retries, variables, authorities };
     let mut newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, client)) = newest.as_ref().filter(|(of_newest, _)| *of_newest == settings) {
         return Ok(Arc::clone(client));
@@ -58,9 +63,12 @@ fn client(settings: &Settings) -> io::Result<Arc<dyn ObjectStore>> {
         let _ = rustls::crypto::ring::default_provider().install_default();
     });
     let backoff = BackoffConfig { max_backoff: MAX_RETRY_DELAY, ..BackoffConfig::default() };
-    let retry = RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: RETRY_TIMEOUT };
+    let (max_retries, mut options) = match settings.retries {
+        Retries::Usual => (MAX_RETRIES, ClientOptions::default()),
+        Retries::Never => (0, ClientOptions::default().with_timeout(SINGLE_REQUEST_TIMEOUT)),
+    };
+    let retry = RetryConfig { backoff, max_retries, retry_timeout: RETRY_TIMEOUT };
     let mut builder = AmazonS3Builder::new();
-    let mut options = ClientOptions::default();
     for (name, value) in &settings.variables {
         let key = name.to_ascii_lowercase();
         if let Some(Ok(key)) = key.strip_prefix("aws_").map(str::parse::<ClientConfigKey>) {
@@ -126,12 +134,12 @@ mod tests {
             let pairs = [key[0], key[1], ("AWS_REGION", region), (CA_BUNDLE, bundle.to_str().unwrap())];
             Variables(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).into())
         };
-        let first = s3("same", &file("a")).unwrap();
-        assert!(Arc::ptr_eq(&first, &s3("same", &file("a")).unwrap()));
-        assert!(!Arc::ptr_eq(&first, &s3("same", &file("b")).unwrap()));
-        let first = s3("same", &file("a")).unwrap();
+        let first = s3("same", &file("a"), Retries::Usual).unwrap();
+        assert!(Arc::ptr_eq(&first, &s3("same", &file("a"), Retries::Usual).unwrap()));
+        assert!(!Arc::ptr_eq(&first, &s3("same", &file("b"), Retries::Usual).unwrap()));
+        let first = s3("same", &file("a"), Retries::Usual).unwrap();
         fs::write(&bundle, "# renewed\n").unwrap();
-        assert!(!Arc::ptr_eq(&first, &s3("same", &file("a")).unwrap()), "with other authorities");
+        assert!(!Arc::ptr_eq(&first, &s3("same", &file("a"), Retries::Usual).unwrap()), "with other authorities");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::directory::StoreDirectory;
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineSettings};
 use crate::error::{Result, StoreError};
-use crate::fencing::fence_directory;
+use crate::fencing::fence;
 use crate::format::names;
 use crate::types::{Guest, Owner, Vm};
 use crate::url::StoreUrl;
@@ -35,12 +35,12 @@ fn nothing_creates_a_store_that_was_not_asked_to() {
     let disk = CrashDisk::default();
     let boot = Owner::here("start web").with(Guest::Booted);
     assert!(matches!(open(&disk, &vm(), false), Err(StoreError::NotAStore { .. })));
-    let fenced = fence_directory(Arc::new(disk.clone()), &vm(), &boot, None);
+    let fenced = fence(Arc::new(disk.clone()), &vm(), &boot, None);
     assert!(matches!(fenced, Err(StoreError::NotAStore { .. })));
     assert!(disk.names().is_empty(), "{:?}", disk.names());
     open(&disk, &vm(), true).unwrap();
     open(&disk, &vm(), false).unwrap();
-    fence_directory(Arc::new(disk.clone()), &vm(), &boot, None).unwrap();
+    fence(Arc::new(disk.clone()), &vm(), &boot, None).unwrap();
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::model::{Change, Model, vm};
 use crate::directory::StoreDirectory;
 use crate::engine::{Engine, EngineSettings};
 use crate::error::{Result, StoreError};
-use crate::fencing::fence_directory;
+use crate::fencing::fence;
 use crate::listing::{Listing, list};
 use crate::types::{Guest, OnlyIf, Owner};
 use proptest::prelude::*;
@@ -24,7 +24,7 @@ fn new_store<D: TestDisk>() -> D {
 /// Claims the store like a restore, a boot or a shutdown. Returns the new epoch.
 fn begin(disk: &impl TestDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
-    fence_directory(disk.shared(), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
+    fence(disk.shared(), &vm(), &owner, only_if).map(|fenced| fenced.epoch)
 }
 
 /// Opens the store like a protector of the guest that began in epoch `run`; without `run`, of an unknown guest.

@@ -14,5 +14,4 @@ mod memory_objects;
 mod model;
 mod object_reads;
 mod objects;
-mod remote;
 mod writing;

@@ -7,14 +7,14 @@ use rekindle_disk::engine::command::Status;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::spawn::{detach, disown, without_credentials};
+use rekindle_kernel::spawn::{detach, disown, this_program, without_credentials};
+use rekindle_kernel::unix_socket;
 use rekindle_qemu::command::{Disk, disk_queues};
 use rustix::net::sockopt::socket_peercred;
 use serde::de::DeserializeOwned;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::thread;
@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 /// Limit for a server to open its image and listen.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Limit for a connection to wait in the full queue of a server.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit for a server that was asked to end, or killed, to finish its requests.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Lines of a server's log in an error.
@@ -76,19 +78,26 @@ pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
     Ok(processes)
 }
 
-/// Returns the process that serves a disk, if there is one: the peer of its control socket.
+/// Returns the process that serves a disk, if there is one: the peer of its control socket. A server that is stopped, and
+/// whose queue of connections is full, is found by its lock.
 #[must_use]
 pub fn server(rundir: &RunDir, id: &str) -> Option<Process> {
-    let stream = UnixStream::connect(control_socket(rundir, id)).ok()?;
+    let stream = match unix_socket::connect(&control_socket(rundir, id), CONNECT_TIMEOUT) {
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+            return lockfile::holders(&lock_file(rundir, id)).ok()?.into_iter().find(Process::is_alive);
+        }
+        connected => connected.ok()?,
+    };
     let pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get();
     Process::of(u32::try_from(pid).ok()?).ok().filter(Process::is_alive)
 }
 
-/// Rejects a disk whose server runs and does not answer. A server that is ending is waited for.
+/// Rejects a disk whose server runs and does not answer. A server that is ending is waited for, one that is stopped is not.
 pub(super) fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding its server", source };
     for server in servers(rundir, &disk.id).map_err(failed)? {
-        if !server.wait_end(END_TIMEOUT).map_err(failed)? {
+        let patience = if server.is_stopped() { Duration::ZERO } else { END_TIMEOUT };
+        if !server.wait_end(patience).map_err(failed)? {
             return Err(DisksError::Silent { id: disk.id.clone(), pid: server.pid });
         }
     }
@@ -103,8 +112,7 @@ pub(super) fn server_command(
     user: Option<u32>,
 ) -> Result<Command, DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding this program", source };
-    let binary = std::env::current_exe().map_err(failed)?;
-    let mut command = Command::new(binary);
+    let mut command = this_program().map_err(failed)?;
     without_credentials(&mut command).args(["disk", "serve"]).arg(&disk.path);
     command.arg(format!("--control={}", control_socket(rundir, &disk.id).display()));
     // Every QEMU of the VM connects to this path.

@@ -240,7 +240,7 @@ pub fn of_next_qemu(
 ///
 /// # Errors
 /// [`QemuUserError::Host`]; if `host.toml` requires a user of its own, also the others.
-pub fn of_helpers(name: &str, hardware: &Hardware) -> Result<Option<u32>, QemuUserError> {
+pub fn of_disk_servers(name: &str, hardware: &Hardware) -> Result<Option<u32>, QemuUserError> {
     let host = Host::open()?;
     let Some(users) = host.qemu_users() else { return Ok(None) };
     let own_user = host.own_user(name);

@@ -436,7 +436,7 @@ fn load_until_go(
     wait_for_go: &mut dyn FnMut() -> Option<Go>,
     started: Instant,
 ) -> ConcurrentLoad {
-    let move_claim = Arc::new(MoveClaim { spare: early_load.spare(), ..MoveClaim::default() });
+    let move_claim = Arc::new(MoveClaim::default());
     let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..request.clone() };
     thread::scope(|scope| {
         let (commit_sender, commit_receiver) = mpsc::sync_channel(1);

@@ -94,9 +94,9 @@ fn mount_kept(device: &Path, mount_point: &Path) -> Result<bool, HostError> {
     }
 }
 
-/// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device, and
-/// makes the network namespaces of the guests: they are mounts, and those of the process that resumes the guests do not
-/// reach the host.
+/// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device. Makes the network
+/// namespaces of the guests, and the tmpfs for RAM that is not in the reserved RAM: they are mounts, and those of the process that
+/// resumes the guests do not reach the host.
 fn prepare_for_guests(host: &Host) -> Result<(), HostError> {
     let entries = SuspendRecord::read(&host.suspend_dir)?.entries()?;
     for entry in &entries {
@@ -106,6 +106,9 @@ fn prepare_for_guests(host: &Host) -> Result<(), HostError> {
         // The other guests do not depend on it.
         if let Err(e) = network::make_namespaces(host, &entry.state.definition) {
             tracing::warn!("{}: cannot make its network namespace: {}", entry.state.hardware.name, with_causes(&e));
+        }
+        if let Err(e) = host.mount_for(&entry.state.hardware.ram.path) {
+            tracing::warn!("{}: its RAM cannot be made: {}", entry.state.hardware.name, with_causes(&e));
         }
     }
     Ok(())

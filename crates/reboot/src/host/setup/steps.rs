@@ -32,6 +32,8 @@ const UNIT_LINKS: &[&str] = &[
 /// Services that create network cards and bridges during a boot: guests are unreachable before the network is up, so
 /// these get as much processor time as the guests.
 const NETWORK_SERVICES: &[&str] = &["systemd-udevd", "systemd-networkd", "NetworkManager", "networking"];
+/// Directories in which a package, or `make install`, puts units. A unit in `/etc` hides them.
+const PACKAGE_UNIT_DIRS: &[&str] = &["/usr/local/lib/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
 const SERVICE_DIRS: &[&str] = &["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
 const CPU_WEIGHT_DROP_IN: &str = include_str!("../../../../../packaging/systemd/first.conf");
 
@@ -43,6 +45,8 @@ pub enum SetupStep {
     Done { what: String },
     /// Write a file.
     Write { path: PathBuf, content: String },
+    /// Remove a file.
+    Remove { path: PathBuf, why: String },
     /// Run a command.
     Run { command: Vec<String> },
     /// Mount the RAM, if it is reserved already.
@@ -66,6 +70,11 @@ impl SetupStep {
 
     fn is_write(&self) -> bool {
         matches!(self, Self::Write { .. })
+    }
+
+    /// Returns whether systemd has to reload its units after this step on a unit file.
+    fn changes_units(&self) -> bool {
+        matches!(self, Self::Write { .. } | Self::Remove { .. })
     }
 }
 
@@ -93,8 +102,8 @@ pub fn plan_steps(target: &SetupTarget, bytes: u64, start: Option<u64>) -> Resul
         )));
     }
     let unit_files = unit_file_steps(target);
-    let is_reload_needed =
-        unit_files.iter().any(SetupStep::is_write) || !UNIT_LINKS.iter().all(|link| target.path(link).is_symlink());
+    let is_reload_needed = unit_files.iter().any(SetupStep::changes_units)
+        || !UNIT_LINKS.iter().all(|link| target.path(link).is_symlink());
     steps.extend(unit_files);
     steps.push(SetupStep::write(target.path("/etc/modules-load.d/rekindle.conf"), early_modules(target)));
     if is_reload_needed {
@@ -171,12 +180,25 @@ fn host_toml_step(target: &SetupTarget) -> Result<SetupStep, String> {
     }
 }
 
-/// Returns the steps that write our units, and drop-ins for the network services that the host has.
+/// Returns the step that makes systemd use this unit. A unit of a package is used as it is: an upgrade of the package
+/// changes it, but not a copy in `/etc`, which would hide it.
+fn unit_step(target: &SetupTarget, name: &str, content: String) -> SetupStep {
+    let path = target.path(&format!("/etc/systemd/system/{name}"));
+    let packaged = PACKAGE_UNIT_DIRS.iter().map(|directory| target.path(directory).join(name));
+    let has_content = |path: &PathBuf| fs::read_to_string(path).is_ok_and(|current| current == content);
+    match packaged.into_iter().find(has_content) {
+        Some(unit) if path.is_file() => SetupStep::Remove { path, why: format!("it hides {}", unit.display()) },
+        Some(unit) => SetupStep::Done { what: unit.display().to_string() },
+        None => SetupStep::write(path, content),
+    }
+}
+
+/// Returns the steps for our units, and those that write drop-ins for the network services that the host has.
 fn unit_file_steps(target: &SetupTarget) -> Vec<SetupStep> {
     let mut steps = Vec::new();
     for (name, content) in UNITS {
         let content = content.replace(INSTALLED_PROGRAM, &target.program.to_string_lossy());
-        steps.push(SetupStep::write(target.path(&format!("/etc/systemd/system/{name}")), content));
+        steps.push(unit_step(target, name, content));
     }
     for service in NETWORK_SERVICES {
         if target.has_file(SERVICE_DIRS, &format!("{service}.service")) {
@@ -204,6 +226,7 @@ pub fn carry_out(steps: &[SetupStep]) -> Result<Option<MountOutcome>, HostError>
         match step {
             SetupStep::Done { .. } | SetupStep::ByHand { .. } => {}
             SetupStep::Write { path, content } => write_config(path, content).map_err(HostError::file(path))?,
+            SetupStep::Remove { path, .. } => fs::remove_file(path).map_err(HostError::file(path))?,
             SetupStep::Run { command } => {
                 let words: Vec<_> = command.iter().map(String::as_str).collect();
                 if let [program, arguments @ ..] = words.as_slice() {
@@ -347,6 +370,35 @@ mod tests {
             !booted.iter().any(|step| matches!(step, SetupStep::ByHand { .. } | SetupStep::Write { .. })),
             "{booted:#?}"
         );
+    }
+
+    #[test]
+    fn units_of_a_package_are_used_and_copies_that_hide_them_are_removed() {
+        let (_directory, mut target) = sample_host();
+        target.program = INSTALLED_PROGRAM.into();
+        let unit_steps = |target: &SetupTarget| -> Vec<_> {
+            let steps = unit_file_steps(target);
+            steps.into_iter().take(UNITS.len()).collect()
+        };
+        let copies = unit_steps(&target);
+        assert!(copies.iter().all(SetupStep::is_write), "no package is installed: {copies:#?}");
+        write_files(&copies);
+        let directory = target.path("/usr/lib/systemd/system");
+        fs::create_dir_all(&directory).unwrap();
+        for (name, content) in UNITS {
+            fs::write(directory.join(name), content).unwrap();
+        }
+        let removed = unit_steps(&target);
+        for (step, (name, _)) in removed.iter().zip(UNITS) {
+            let SetupStep::Remove { path, .. } = step else { panic!("{step:?}") };
+            assert_eq!(*path, target.path("/etc/systemd/system").join(name));
+            assert!(step.changes_units());
+            fs::remove_file(path).unwrap();
+        }
+        assert!(unit_steps(&target).iter().all(|step| matches!(step, SetupStep::Done { .. })));
+        // Another program than that of the package.
+        target.program = "/opt/rekindle".into();
+        assert!(unit_steps(&target).iter().all(SetupStep::is_write));
     }
 
     #[test]
