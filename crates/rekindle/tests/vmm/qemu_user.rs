@@ -37,7 +37,7 @@ fn user(guest: &Guest<'_>) -> u32 {
 
 /// Returns the user of a process, and asserts that it has no other user or group.
 #[track_caller]
-fn user_of(process: Process) -> u32 {
+pub fn user_of(process: Process) -> u32 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap();
     let ids: Vec<_> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
     let numbers: Vec<u32> =

@@ -5,6 +5,7 @@ use super::waiting::waiting_need;
 use crate::types::{now_us, utc};
 use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt};
+use object_store::client::HttpError;
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, Error, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
@@ -217,10 +218,11 @@ impl Bucket {
                     Err(io_error(e))
                 }
                 // An empty object has no first byte, so the range is an error.
-                Err(e) => match bucket.objects.head(&path).await {
+                Err(e) if has_answer(&e) => match bucket.objects.head(&path).await {
                     Ok(meta) if meta.size == 0 => Ok(Front { bytes: Bytes::new(), len: 0 }),
                     _ => Err(io_error(e)),
                 },
+                Err(e) => Err(io_error(e)),
             }
         })
     }
@@ -314,6 +316,12 @@ fn may_pass(error: &Error) -> bool {
         | Error::NotImplemented { .. } => false,
         _ => true,
     }
+}
+
+/// Returns whether the server has answered, so that another request may have an answer, too.
+fn has_answer(error: &Error) -> bool {
+    let mut causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+    !causes.any(|cause| cause.is::<HttpError>())
 }
 
 /// Returns the content of an answer of `len` bytes. A connection can end early without an error, and a server can send without
