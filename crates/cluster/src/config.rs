@@ -143,10 +143,11 @@ pub fn configuration_commands(configured: &Configured<'_>, parameters: &[(&str, 
         "# Set each node's capacity for guests once, in MiB and processors, e.g. 60 GiB and 16:\n\
          #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
          #   pcs node utilization NODE memory=61440 vcpus=16\n\
-         # Place by capacity, do not move running VMs, and repeat a failed start, since a store may be unreachable:\n\
-         #   crm configure property placement-strategy=balanced start-failure-is-fatal=false\n\
+         # Place by capacity, do not move running VMs, repeat a failed start, since a store may be unreachable, and start\n\
+         # several VMs at the same time also on a busy node:\n\
+         #   crm configure property placement-strategy=balanced start-failure-is-fatal=false load-threshold=400%\n\
          #   crm configure rsc_defaults resource-stickiness=100\n\
-         #   pcs property set placement-strategy=balanced start-failure-is-fatal=false\n\
+         #   pcs property set placement-strategy=balanced start-failure-is-fatal=false load-threshold=400%\n\
          #   pcs resource defaults update resource-stickiness=100\n\
          # Create the store once, on one node:\n\
          #   rekindle store init {store}\n\

@@ -15,8 +15,8 @@ pub const BUCKET: &str = "checkpoints";
 const ACCESS_KEY: &str = "test-access-key";
 const SECRET_KEY: &str = "test-secret-key";
 const REGION: &str = "default";
-/// Bytes that the storage daemon can hold in memory.
-const CAPACITY: u64 = 2 << 30;
+/// Bytes that the storage daemon can hold in memory, which it takes as needed. The stores of 30 guests take half of it.
+const CAPACITY: u64 = 5 << 30;
 /// Time after which the bytes of removed objects are released, in s. By default hours: the memory would become full.
 const REMOVAL_DELAY_S: u32 = 5;
 

@@ -530,7 +530,7 @@ fn cluster_configuration_is_generated_from_the_definition() {
         "disk=crash-consistent",
         "output_commit=true",
         "failure-timeout=60s",
-        "start-failure-is-fatal=false",
+        "start-failure-is-fatal=false load-threshold=400%",
     ]);
     let overlays = web.lab.finish(web.plain("show-config", &["--disk", "overlays"]));
     overlays.status(2).prints(&["overlays is for a domain", "server = true"]);
