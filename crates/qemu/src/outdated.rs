@@ -5,6 +5,7 @@
 //! Files are compared by their build ID, a digest that the linker writes into a program, so that a file that was only
 //! installed again is not reported.
 
+use crate::binary::program_file;
 use crate::program::{Program, position_of};
 use object::{Object, ReadCache};
 use serde::Serialize;
@@ -48,7 +49,8 @@ impl fmt::Display for Outdated {
 /// `PermissionDenied` for the QEMU of another user; `NotFound` if it has ended.
 pub fn compare(running: &Program, installed: &Path) -> io::Result<Option<Outdated>> {
     let running_file = running.open_file()?;
-    let installed_file = match File::open(installed) {
+    let installed = program_file(installed).ok_or(io::ErrorKind::NotFound.into());
+    let installed_file = match installed.and_then(File::open) {
         Ok(file) if build_id(&file).is_some() => Ok(file),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Err(e),
         _ => running.files.first().map_or(Err(io::ErrorKind::NotFound.into()), File::open),

@@ -9,13 +9,14 @@ use crate::state::State;
 use rekindle_kernel::confinement::status::Rights;
 use rekindle_kernel::confinement::support;
 use rekindle_kernel::uring::Ring;
+use rekindle_kernel::userfault::remote::DEVICE;
 use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::vmm::Vmm;
 use rustix::io::Errno;
 use serde::Serialize;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::Path;
 use std::process::Command;
@@ -57,6 +58,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
     vec![
         check_binary(qemu),
         check_kvm(),
+        check_userfaultfd(),
         check_run_directory(),
         check_memory(),
         check_disk_servers(),
@@ -93,13 +95,29 @@ fn check_kvm() -> Finding {
     if has_kvm() {
         return finding("KVM", Level::Good, "kvm_intel or kvm_amd is loaded and /dev/kvm opens", "");
     }
-    let observation = if Path::new("/dev/kvm").exists() {
-        "/dev/kvm is there, but no kvm_intel or kvm_amd behind it, or it may not be opened"
-    } else {
-        "no /dev/kvm"
-    };
     let hint = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
-    finding("KVM", Level::Limited, observation, hint)
+    match open_device(Path::new("/dev/kvm")) {
+        Ok(_) => finding("KVM", Level::Limited, "/dev/kvm opens, but neither kvm_intel nor kvm_amd is loaded", hint),
+        Err(e) => finding("KVM", Level::Limited, format!("/dev/kvm: {e}"), hint),
+    }
+}
+
+/// `protect`, and a restore that loads memory on demand, need a userfaultfd in QEMU. Root can make it in each QEMU that runs as root.
+fn check_userfaultfd() -> Finding {
+    const CHECK: &str = "userfaultfd";
+    let Err(e) = open_device(Path::new(DEVICE)) else {
+        return finding(CHECK, Level::Good, format!("{DEVICE} opens"), "");
+    };
+    let hint = if e.kind() == io::ErrorKind::PermissionDenied {
+        "protect and restore need it: permit this user to read and write it, as in docs/without-root.md"
+    } else {
+        "Linux 6.1 or newer; until then, only QEMUs that run as root can be protected, and restored on demand"
+    };
+    finding(CHECK, Level::Limited, format!("{DEVICE}: {e}"), hint)
+}
+
+fn open_device(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open(path)
 }
 
 /// Checks that the QEMUs of this user's VMs have a system call filter, and that the one at `binary` has support for it.
@@ -298,7 +316,7 @@ fn explain_io_uring_error(error: &io::Error, disabled: Option<&str>) -> (String,
 
 fn check_taps() -> Finding {
     let root = rustix::process::geteuid().is_root();
-    match OpenOptions::new().read(true).write(true).open("/dev/net/tun") {
+    match open_device(Path::new("/dev/net/tun")) {
         Ok(_) if root => finding("taps", Level::Good, "/dev/net/tun opens", ""),
         Ok(_) => finding("taps", Level::Limited, "not root", "run as root for `kind = \"tap\"`; `user` works"),
         Err(e) => {

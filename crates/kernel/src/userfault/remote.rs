@@ -28,8 +28,9 @@ const USERFAULTFD_LINK: &str = "anon_inode:[userfaultfd]";
 pub enum RemoteError {
     /// The process may not create a userfaultfd.
     #[error(
-        "process {pid} may not make a userfaultfd (it runs as another user, and vm.unprivileged_userfaultfd is 0, or a \
-         filter forbids it): hand it a descriptor of {DEVICE} first, or: sysctl -w vm.unprivileged_userfaultfd=1"
+        "process {pid} may not make a userfaultfd, and this command cannot open {DEVICE} for it: permit the user of this \
+         command to read and write {DEVICE}, or run it as root; without this device (before Linux 6.1): sysctl -w \
+         vm.unprivileged_userfaultfd=1"
     )]
     Denied {
         /// Number of the process.

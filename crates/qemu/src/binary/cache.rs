@@ -135,7 +135,7 @@ impl DependencyRecorder {
 }
 
 /// Returns the file that `path` starts: a name without a slash is looked up in `PATH`, as by a shell.
-fn program_file(path: &Path) -> Option<PathBuf> {
+pub(crate) fn program_file(path: &Path) -> Option<PathBuf> {
     if path.components().count() != 1 || path.is_absolute() {
         return std::path::absolute(path).ok();
     }

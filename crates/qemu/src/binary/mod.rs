@@ -6,6 +6,7 @@ use crate::cpu::{self, Features};
 use crate::qmp::{Qmp, QmpError, Version};
 use crate::syntax::Syntax;
 use cache::DependencyRecorder;
+pub(crate) use cache::program_file;
 use rekindle_kernel::output::waiting_in;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::die_with_starter;

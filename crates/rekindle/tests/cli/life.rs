@@ -89,6 +89,9 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
         let run = lab.rekindle(["--json", "run", path.to_str().unwrap()]).ok().json();
         assert_eq!(run["definition"]["memory"], "512M", "{run:#}");
         lab.rekindle(["show", name]).ok().prints(&["is running", "memory = \"512M\"", "[devices]"]);
+        // The QEMU that the definition does not name is found in PATH.
+        let status = lab.rekindle(["--json", "status"]).ok().json();
+        assert!(status["guests"][0]["outdated"].is_null(), "{status:#}");
         lab.rekindle(["reboot", "vmm", name]).ok();
         lab.rekindle(["stop", "--now", name]).ok();
     }
@@ -200,7 +203,9 @@ fn doctor_lists_what_it_checked_and_a_remedy_for_each_problem() {
     let findings =
         lab.rekindle(["--json", "doctor", "--qemu", crate::common::qemu_new().to_str().unwrap()]).ok().json();
     let titles: Vec<_> = findings.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
-    for expected in ["QEMU", "KVM", "run directory", "memory", "taps", "vhost-net", "iproute2", "tracing", "sandbox"] {
+    for expected in
+        ["QEMU", "KVM", "userfaultfd", "run directory", "memory", "taps", "vhost-net", "iproute2", "tracing", "sandbox"]
+    {
         assert!(titles.contains(&expected), "no {expected} in {titles:?}");
     }
     let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);

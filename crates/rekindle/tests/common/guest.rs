@@ -42,6 +42,11 @@ impl<'a> Guest<'a> {
         Self { lab, name: name.into(), namespace, address }
     }
 
+    /// Returns a guest whose command service is at this address of the host.
+    pub fn at(lab: &'a Lab, name: &str, address: SocketAddr) -> Self {
+        Self::new(lab, name, None, address)
+    }
+
     pub fn ip(&self) -> String {
         self.address.ip().to_string()
     }

@@ -18,3 +18,4 @@ mod owner;
 mod prepare;
 mod store;
 mod trust;
+mod without_root;
