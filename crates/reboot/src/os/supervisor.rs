@@ -195,7 +195,11 @@ impl<'a> HelperSupervisor<'a> {
                     state.missing = None;
                 }
             }
-            Ok(None) => drop(self.helpers.remove(helper)),
+            Ok(None) => {
+                // A pager can load the rest of the memory before its process is found.
+                tracing::warn!("{name}: {helper} was restarted, and is not needed any more");
+                self.helpers.remove(helper);
+            }
             Err(why) => {
                 tracing::warn!("{name}: cannot restart {helper}: {why}");
                 let now = Instant::now();
