@@ -67,6 +67,8 @@ mod tests {
         mount("none", path, "tmpfs", MountFlags::empty(), None)?;
         mount_change(path, MountPropagationFlags::SHARED)?;
         let before = hides_mounts(path)?;
+        // A mount without a peer cannot receive its mounts: the namespace must outlive the copy.
+        let _copied = fs::File::open("/proc/self/ns/mnt")?;
         nix::sched::unshare(CloneFlags::CLONE_NEWNS)?;
         mount_change(path, MountPropagationFlags::DOWNSTREAM)?;
         Ok((before, hides_mounts(path)?))
