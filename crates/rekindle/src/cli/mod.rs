@@ -2,6 +2,7 @@
 //! file.
 
 mod disk;
+mod groups;
 mod host;
 mod moving;
 mod ocf;
@@ -12,6 +13,7 @@ mod tools;
 mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
+pub use groups::command;
 pub use host::{Host, HostInit, HostSuspend};
 pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
@@ -22,7 +24,7 @@ pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
 use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::{FromArgMatches, Parser, Subcommand};
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
 #[derive(Debug, Parser)]
@@ -56,7 +58,10 @@ const FOREIGN_NAMES: &[(&[&str], &str)] = &[
 
 /// Reads the command line. Exits if it is wrong or requests help.
 pub fn parse() -> Cli {
-    Cli::try_parse().unwrap_or_else(|mut error| {
+    let mut command = command();
+    let parsed =
+        command.try_get_matches_from_mut(std::env::args_os()).and_then(|matches| Cli::from_arg_matches(&matches));
+    parsed.map_err(|error| error.format(&mut command)).unwrap_or_else(|mut error| {
         let first_word = std::env::args().skip(1).find(|word| !word.starts_with('-'));
         let unknown = match error.get(ContextKind::InvalidSubcommand) {
             Some(ContextValue::String(unknown)) if first_word.as_ref() == Some(unknown) => unknown.as_str(),
@@ -90,7 +95,7 @@ Examples:
   rekindle ls
   rekindle --json ls")]
     Ls,
-    /// Show which VMs and libvirt domains of this host run in a QEMU that is older than the installed one.
+    /// Show which VMs and libvirt domains run in an outdated QEMU.
     ///
     /// Needs: root to see libvirt's domains.
     ///
@@ -101,18 +106,20 @@ Examples:
   rekindle status
   rekindle --json status")]
     Status,
-    /// Show a VM's definition with all defaults, its QEMU and its helpers.
+    /// Show a VM's definition, its QEMU and its helpers.
     #[command(after_help = "\
 Examples:
   rekindle show web
   rekindle show web --timeline")]
     Show(Show),
-    /// Connect this terminal to a VM's serial console; leave with Ctrl-].
+    /// Connect to a VM's serial console; leave with Ctrl-].
     #[command(after_help = "\
 Example:
   rekindle console web")]
     Console(NameOnly),
-    /// Shut VMs down and remove everything that Rekindle keeps of them except their disks.
+    /// Shut VMs down, and keep only their disks.
+    ///
+    /// Everything else that Rekindle keeps of them is removed.
     ///
     /// Needs: no other operation on the VM.
     ///
@@ -124,7 +131,7 @@ Examples:
   rekindle stop web --dry-run
   rekindle stop web db --timeout 2m")]
     Stop(Stop),
-    /// Adopt a QEMU that Rekindle did not start, so that it can be protected.
+    /// Adopt a QEMU that Rekindle did not start, to protect it.
     ///
     /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0.
     ///
@@ -150,9 +157,9 @@ Examples:
 Example:
   rekindle detach db")]
     Detach(NameOnly),
-    /// Replace the QEMU process of VMs, of libvirt's domains, or of any other QEMU, under their running guests.
+    /// Replace the QEMU process under running guests.
     ///
-    /// The same as `rekindle reboot vmm`. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
+    /// The same as `rekindle reboot vmm`. It works for VMs, libvirt's domains, and any other QEMU. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
     /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain or with --qmp:
@@ -169,12 +176,26 @@ Examples:
   rekindle replace-qemu mail --qmp /run/mail.qmp")]
     ReplaceQemu(RebootVmm),
     /// Reboot a VM's QEMU, its guest, or this host.
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  rekindle reboot os web --how warm-cache
+  rekindle reboot host --dry-run"
+    )]
     Reboot(Reboot),
-    /// Suspend and resume guests, and prepare this host for reboots that keep them.
-    #[command(subcommand)]
+    /// Suspend and resume guests; prepare this host for reboots.
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  rekindle host init --reserve 48G
+  rekindle host suspend --all --dry-run"
+    )]
     Host(Host),
-    /// Finish or undo an interrupted operation, or boot a guest whose QEMU has died.
+    /// Finish or undo an interrupted operation.
+    ///
+    /// If no operation was interrupted and the guest's QEMU has died, the guest is booted.
     ///
     /// Interrupted replacements of the QEMUs of libvirt's domains are recovered together: they share libvirt's daemon.
     ///
@@ -190,7 +211,9 @@ Examples:
   rekindle recover web
   rekindle recover web --wait 5m")]
     Recover(Recover),
-    /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
+    /// Take checkpoints of a running VM into a store.
+    ///
+    /// Runs until it is interrupted or QEMU ends.
     ///
     /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
     ///
@@ -249,7 +272,9 @@ Examples:
     /// Receive a guest from another host: `rekindle move` starts this over ssh and sends requests on standard input.
     #[command(hide = true)]
     Receive,
-    /// Load the memory of a restored VM if the pager of `rekindle restore` has ended.
+    /// Load the rest of a restored VM's memory if its pager ended.
+    ///
+    /// `rekindle restore` starts a pager, and `rekindle recover` another one if it has died.
     ///
     /// Needs: a restored VM whose memory is not complete, and no other pager.
     ///
@@ -279,22 +304,42 @@ Example:
     /// On failure: a guest that has rebooted or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]
     Watch(NameOnly),
-    /// Create, list, verify, compact, export and import stores of checkpoints.
-    #[command(subcommand)]
+    /// Create, list, verify, compact, export and import stores.
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  rekindle store init /srv/checkpoints/web
+  rekindle store ls /srv/checkpoints/web"
+    )]
     Store(Store),
     /// Serve a guest's disk and retain its cache over a reboot.
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        after_help = "\
+Example:
+  rekindle disk serve disk.raw --socket d.sock"
+    )]
     Disk(Disk),
-    /// Start, stop, move and monitor a VM for a cluster manager (resource agent `ocf:rekindle:vm`).
-    #[command(subcommand)]
+    /// Start, stop, move and monitor a VM for a cluster manager.
+    ///
+    /// The resource agent `ocf:rekindle:vm` of Pacemaker calls these commands.
+    #[command(
+        subcommand,
+        after_help = "\
+Example:
+  rekindle ocf show-config web --store s3://checkpoints/web"
+    )]
     Ocf(Ocf),
-    /// Probe a service and report its gaps: the longest silence that a client sees.
+    /// Probe a service and report its longest silence.
     #[command(after_help = "\
 Examples:
   rekindle probe http://10.0.0.2/ --every 1ms
   rekindle probe echo://10.0.0.2:7 --duration 1m")]
     Probe(Probe),
-    /// Record free resources of the host and its guests at intervals, for `rekindle-lab aging`.
+    /// Record free resources of the host and guests at intervals.
+    ///
+    /// `rekindle-lab aging` reads the record.
     ///
     /// Needs: nothing. Values from inside a guest need qemu-guest-agent there.
     ///
@@ -342,9 +387,6 @@ mod tests {
         for_each_command(&Cli::command(), "rekindle", &mut |command, path| {
             let summary = command.get_about().map(ToString::to_string).unwrap_or_default();
             assert!(summary.starts_with(char::is_uppercase) && !summary.ends_with('.'), "{path}: {summary}");
-            if command.has_subcommands() {
-                return;
-            }
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             let lines: Vec<_> = help.lines().filter_map(|line| line.strip_prefix("  ")).collect();
             assert!(help.starts_with("Example") && !lines.is_empty(), "{path}: no example in {help:?}");
