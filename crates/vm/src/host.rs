@@ -140,6 +140,29 @@ fn config_path() -> PathBuf {
     env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from)
 }
 
+/// Checks a file with the host's configuration.
+///
+/// # Errors
+/// [`HostError::Config`], also when the file is missing.
+pub fn check_config(path: &Path) -> Result<(), HostError> {
+    let invalid = |message| HostError::Config { path: path.to_owned(), message };
+    fs::metadata(path).map_err(|e| invalid(e.to_string()))?;
+    let config = read_config(path)?;
+    check_log_limit(path, &config)?;
+    RestoreRules::new(path.to_owned(), config.restore).map(drop).map_err(invalid)
+}
+
+/// Returns the length in bytes above which a log is rotated.
+fn check_log_limit(path: &Path, config: &Config) -> Result<u64, HostError> {
+    match config.log_limit.map_or(logs::DEFAULT_LIMIT_BYTES, Bytes::as_u64) {
+        limit if limit < logs::MIN_LIMIT_BYTES => {
+            let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
+            Err(HostError::Config { path: path.to_owned(), message })
+        }
+        limit => Ok(limit),
+    }
+}
+
 /// Returns whether disk servers and pagers confine themselves. Only `confine_helpers` in `host.toml` turns it off.
 ///
 /// # Errors
@@ -157,6 +180,7 @@ impl Host {
         let is_root = rustix::process::geteuid().is_root();
         let config_path = config_path();
         let config = read_config(&config_path)?;
+        let log_limit = check_log_limit(&config_path, &config)?;
         let default_root = if is_root {
             Some("/run/rekindle".into())
         } else {
@@ -173,11 +197,6 @@ impl Host {
             None if is_root => "/var/log/rekindle".into(),
             None => user_state_dir(&root).join("log"),
         };
-        let log_limit = config.log_limit.map_or(logs::DEFAULT_LIMIT_BYTES, Bytes::as_u64);
-        if log_limit < logs::MIN_LIMIT_BYTES {
-            let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
-            return Err(HostError::Config { path: config_path, message });
-        }
         let tmpfs_bytes = config.ram_size.map_or_else(default_ram_size, Bytes::as_u64);
         let ram = match config.ram_dir {
             Some(path) => RamLocation::Named(path),

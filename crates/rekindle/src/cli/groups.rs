@@ -16,10 +16,12 @@ const GROUPS: &[Group] = &[
         heading: "Everyday",
         commands: &[
             "run",
-            "ls",
+            "validate",
             "status",
             "show",
             "console",
+            "pause",
+            "resume",
             "stop",
             "attach",
             "detach",
@@ -32,7 +34,7 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group { heading: "Stores", commands: &["store"] },
-    Group { heading: "Hosts and guests' systems", commands: &["reboot", "host"] },
+    Group { heading: "Hosts and guests' systems", commands: &["reboot", "reboot-host", "host"] },
     Group { heading: "Plumbing", commands: &["disk", "pager", "release", "ocf", "probe", "monitor"] },
 ];
 

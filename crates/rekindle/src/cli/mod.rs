@@ -18,10 +18,10 @@ pub use host::{Host, HostInit, HostSuspend};
 pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
-pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
+pub use reboot::{EndOs, OsMethod, Others, PreviousName, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
 pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
-pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
+pub use vm::{Attach, NameOnly, Recover, Run, Show, Status, Stop, Validate};
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{FromArgMatches, Parser, Subcommand};
@@ -44,15 +44,15 @@ Exit status: 0 done; 1 failed, the guest is unchanged; 2 wrong usage; 3 failed, 
 /// a command that is only spelled alike.
 const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["start", "boot", "create", "launch"], "run"),
-    (&["list", "ps"], "ls"),
+    (&["list", "ps"], "status"),
     (&["info", "inspect", "dumpxml"], "show"),
     (&["shutdown", "kill", "destroy", "poweroff", "delete", "rm"], "stop"),
     (&["migrate"], "move"),
     (&["backup", "checkpoint", "snapshot"], "protect"),
     (&["upgrade"], "replace-qemu"),
     (&["suspend"], "host suspend"),
-    (&["resume"], "host resume"),
-    (&["reboot-host"], "reboot host"),
+    (&["unpause"], "resume"),
+    (&["check", "lint"], "validate"),
     (&["init"], "store init"),
 ];
 
@@ -89,13 +89,7 @@ Examples:
   rekindle run web.toml
   rekindle run web.toml --newest-disk")]
     Run(Run),
-    /// List the VMs of this host and their state.
-    #[command(after_help = "\
-Examples:
-  rekindle ls
-  rekindle --json ls")]
-    Ls,
-    /// Show which VMs and libvirt domains run in an outdated QEMU.
+    /// List VMs and libvirt domains, their state and outdated QEMUs.
     ///
     /// Needs: root to see libvirt's domains.
     ///
@@ -104,8 +98,24 @@ Examples:
     #[command(after_help = "\
 Examples:
   rekindle status
+  rekindle status web
   rekindle --json status")]
-    Status,
+    Status(Status),
+    /// List the VMs of this host and their state.
+    #[command(hide = true)]
+    Ls,
+    /// Check a VM's definition, or the host's configuration.
+    ///
+    /// The file is read as `rekindle run` reads it. A file named host.toml is read as the host's configuration.
+    ///
+    /// On success: exit status 0; nothing was changed.
+    ///
+    /// On failure: exit status 2; each mistake has its line, its key and a remedy.
+    #[command(after_help = "\
+Examples:
+  rekindle validate web.toml
+  rekindle validate /etc/rekindle/host.toml")]
+    Validate(Validate),
     /// Show a VM's definition, its QEMU and its helpers.
     #[command(after_help = "\
 Examples:
@@ -131,6 +141,31 @@ Examples:
   rekindle stop web --dry-run
   rekindle stop web db --timeout 2m")]
     Stop(Stop),
+    /// Stop a guest until `rekindle resume`.
+    ///
+    /// The guest keeps its memory and its disks, and does not run. While it is paused, no checkpoints of it are taken; it
+    /// stays paused when its QEMU is replaced.
+    ///
+    /// Needs: the VM runs, and Rekindle started it; no other operation on it.
+    ///
+    /// On success: the guest is paused, or was paused before.
+    ///
+    /// On failure: the guest continues to run.
+    #[command(after_help = "\
+Example:
+  rekindle pause web")]
+    Pause(NameOnly),
+    /// Continue a guest that `rekindle pause` stopped.
+    ///
+    /// Needs: no other operation on the VM.
+    ///
+    /// On success: the guest runs.
+    ///
+    /// On failure: the guest is unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle resume web")]
+    Resume(NameOnly),
     /// Adopt a QEMU that Rekindle did not start, to protect it.
     ///
     /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0.
@@ -159,7 +194,7 @@ Example:
     Detach(NameOnly),
     /// Replace the QEMU process under running guests.
     ///
-    /// The same as `rekindle reboot vmm`. It works for VMs, libvirt's domains, and any other QEMU. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
+    /// Works for VMs, libvirt's domains, and any other QEMU. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
     /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain or with --qmp:
@@ -172,18 +207,49 @@ Example:
 Examples:
   rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
   rekindle replace-qemu db --dry-run
+  rekindle replace-qemu web --rollback
+  rekindle replace-qemu --all
   rekindle replace-qemu --all-libvirt
   rekindle replace-qemu mail --qmp /run/mail.qmp")]
     ReplaceQemu(RebootVmm),
-    /// Reboot a VM's QEMU, its guest, or this host.
-    #[command(
-        subcommand,
-        after_help = "\
+    /// Reboot the operating system of a guest.
+    ///
+    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it
+    /// boots.
+    ///
+    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if
+    /// it matches the disk.
+    ///
+    /// --how kexec: the guest's own kernel starts the next one, without firmware and boot loader.
+    ///
+    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been
+    /// written since. If there is none, the guest boots.
+    ///
+    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the
+    /// guest, qemu-guest-agent that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end
+    /// freeze: qemu-guest-agent.
+    ///
+    /// On success: the guest boots, or runs from the saved state; after kexec its agent answers.
+    ///
+    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
+    #[command(after_help = "\
 Examples:
-  rekindle reboot os web --how warm-cache
-  rekindle reboot host --dry-run"
-    )]
+  rekindle reboot web
+  rekindle reboot web --how warm-cache
+  rekindle reboot web --how phase --end freeze --dry-run")]
     Reboot(Reboot),
+    /// Reboot this host and keep its guests.
+    ///
+    /// Needs: root, systemd, `rekindle host init`; the method works for every VM, or --others selects another one.
+    ///
+    /// On success: the host shuts down; the guests resume during its next boot.
+    ///
+    /// On failure: exit status 1; all guests continue to run.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot-host --dry-run
+  rekindle reboot-host --others saved")]
+    RebootHost(RebootHost),
     /// Suspend and resume guests; prepare this host for reboots.
     #[command(
         subcommand,

@@ -16,8 +16,9 @@ use std::time::Duration;
 const FILL_TIMEOUT: Duration = Duration::from_secs(300);
 
 pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
-    let host = Host::open()?;
     let Attach { name, qmp, libvirt, connect } = arguments;
+    super::reject_reserved_name(&name)?;
+    let host = Host::open()?;
     let monitor = match (libvirt, qmp) {
         (Some(domain), _) => Monitor::Libvirt { domain, connect },
         (None, path) => Monitor::Socket { path: path.unwrap_or_default() },

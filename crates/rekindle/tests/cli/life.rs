@@ -92,7 +92,7 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
         // The QEMU that the definition does not name is found in PATH.
         let status = lab.rekindle(["--json", "status"]).ok().json();
         assert!(status["guests"][0]["outdated"].is_null(), "{status:#}");
-        lab.rekindle(["reboot", "vmm", name]).ok();
+        lab.rekindle(["replace-qemu", name]).ok();
         lab.rekindle(["stop", "--now", name]).ok();
     }
     lab.assert_empty();
@@ -264,7 +264,7 @@ fn an_unprivileged_user_runs_and_reboots_a_vm() {
     let boot = wait_for("the user's guest to be up", DEADLINE, || ask("boot-id"));
     ask("touch 16M 3").unwrap();
     for how in ["warm", "saved"] {
-        as_user(&["reboot", "vmm", "mine", "--how", how]).ok();
+        as_user(&["replace-qemu", "mine", "--how", how]).ok();
         assert_eq!(ask("boot-id").unwrap(), boot, "after {how}");
         assert_eq!(ask("verify").unwrap(), "4096", "after {how}");
     }
