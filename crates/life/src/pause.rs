@@ -85,7 +85,7 @@ fn change(
     act: impl FnOnce(&mut Qmp, &str) -> Result<Option<Change>, LifeError>,
 ) -> Result<Change, PauseError> {
     let vm = LockedVm::lock_after_phase_save(host, name, action)?;
-    vm.refuse_attached(action)?;
+    vm.refuse_attached(if action == "pause" { "pausing it" } else { "resuming it" })?;
     let vmm = vm.vmm()?;
     let _run_state = RunStateLock::acquire(&vm.rundir, CHECKPOINT_TIMEOUT).map_err(LifeError::from)?;
     let mut qmp = vmm.connect(CONNECT_TIMEOUT).map_err(LifeError::from)?;

@@ -97,6 +97,7 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
         Command::Probe(arguments) => commands::probe::probe(output, &arguments),
         Command::Monitor(arguments) => commands::monitor::monitor(output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(output, &arguments),
+        Command::Names => commands::generate::names(output),
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),
     }

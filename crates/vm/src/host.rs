@@ -399,6 +399,10 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     };
     DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| match e.kind() {
         io::ErrorKind::PermissionDenied => denied("permission denied".into(), "its owner, usually root (sudo)"),
+        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => io::Error::new(
+            e.kind(),
+            "a file is in its place; remove it, or set REKINDLE_RUN_DIR to a directory on a tmpfs",
+        ),
         _ => e,
     })?;
     let owner = std::os::unix::fs::MetadataExt::uid(&fs::metadata(path)?);
@@ -410,10 +414,18 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Adds what to write to an error in which serde only names the type.
+fn with_remedy(message: String) -> String {
+    match message.contains("expected a string") {
+        true => message.trim_end().to_owned() + "; write the value in quotes, a size with its unit: \"512M\"",
+        false => message,
+    }
+}
+
 fn read_config(path: &Path) -> Result<Config, HostError> {
     let invalid = |message: String| HostError::Config { path: path.to_owned(), message };
     match fs::read_to_string(path) {
-        Ok(text) => toml::from_str(&text).map_err(|e| invalid(e.to_string())),
+        Ok(text) => toml::from_str(&text).map_err(|e| invalid(with_remedy(e.to_string()))),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
         Err(e) => Err(invalid(e.to_string())),
     }

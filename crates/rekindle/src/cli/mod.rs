@@ -426,6 +426,9 @@ Examples:
     /// Print shell completions.
     #[command(hide = true)]
     Completions(Completions),
+    /// Print the names of VMs and libvirt domains, for shell completions.
+    #[command(hide = true)]
+    Names,
     /// Write the man pages to a directory.
     #[command(hide = true)]
     Man(Man),
@@ -435,7 +438,7 @@ Examples:
 #[allow(clippy::panic, reason = "tests")]
 mod tests {
     use super::Cli;
-    use clap::{Command, CommandFactory};
+    use clap::{Command, CommandFactory, Parser};
 
     /// Calls `check` for each visible command below `command`, with its path, such as `rekindle store ls`.
     fn for_each_command(command: &Command, path: &str, check: &mut dyn FnMut(&Command, &str)) {
@@ -444,6 +447,26 @@ mod tests {
             let path = format!("{path} {}", subcommand.get_name());
             check(subcommand, &path);
             for_each_command(subcommand, &path, check);
+        }
+    }
+
+    #[test]
+    fn reboot_accepts_a_name_and_the_names_of_previous_releases() {
+        let parse = |words: &str| Cli::try_parse_from(words.split_whitespace()).map(|cli| format!("{:?}", cli.command));
+        for (words, parsed) in [
+            ("rekindle reboot web --how kexec", "previous_name: None, guest: Some(RebootOs"),
+            ("rekindle reboot -- vmm", "previous_name: None, guest: Some(RebootOs"),
+            ("rekindle reboot os web", "previous_name: Some(Os(RebootOs"),
+            ("rekindle reboot vmm web --rollback", "previous_name: Some(Vmm(RebootVmm"),
+            ("rekindle reboot host --dry-run", "previous_name: Some(Host(RebootHost"),
+            ("rekindle reboot-host --dry-run", "RebootHost(RebootHost"),
+            ("rekindle ls", "Ls"),
+        ] {
+            let command = parse(words).unwrap_or_else(|e| panic!("{words}: {e}"));
+            assert!(command.contains(parsed), "{words}: {command}");
+        }
+        for words in ["rekindle reboot", "rekindle reboot vmm", "rekindle reboot os", "rekindle reboot web db"] {
+            assert!(parse(words).is_err(), "{words}");
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// `rekindle reboot NAME`, or one of the previous names of the three reboots.
 #[derive(Debug, Args)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
 pub struct Reboot {
     #[command(subcommand)]
     pub previous_name: Option<PreviousName>,

@@ -141,7 +141,10 @@ impl HostStatus {
     fn select(&mut self, names: &[String]) -> Result<()> {
         for name in names {
             if !self.guests.iter().any(|guest| guest.name == *name) {
-                bail!("there is no VM and no running libvirt domain {name}{}", self.reasons());
+                bail!(
+                    "there is no VM and no running libvirt domain {name}; `rekindle status` lists them{}",
+                    self.reasons()
+                );
             }
         }
         if !names.is_empty() {

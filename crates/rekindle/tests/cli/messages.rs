@@ -11,6 +11,8 @@ fn no_message_states_that_a_vm_that_does_not_exist_runs() {
         &["replace-qemu", "nope", "--dry-run"],
         &["reboot", "nope"],
         &["reboot", "nope", "--dry-run"],
+        &["reboot", "vmm", "nope"],
+        &["reboot", "os", "nope"],
         &["stop", "nope", "--dry-run"],
         &["pager", "nope"],
         &["watch", "nope"],
