@@ -20,6 +20,7 @@ pub mod generate;
 pub mod helpers;
 pub mod host;
 mod man_pages;
+pub mod metrics;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;
