@@ -3,7 +3,7 @@
 
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::host_address;
-use crate::virtio_queues::{self, VirtioQueue};
+use crate::virtio_queues::{self, RingAddresses, VirtioQueue};
 use rekindle_pages::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -13,7 +13,7 @@ const MAX_QUEUE_ENTRIES: u64 = 1 << 15;
 const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 
 /// Returns the rings of all virtio devices, as whole pages at addresses in QEMU. A device that the guest does not use
-/// has no rings.
+/// has no rings. The guest may run.
 ///
 /// The result describes the present: a guest that resets a device may move its rings.
 ///
@@ -21,7 +21,7 @@ const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 /// [`QmpError::Refused`] if QEMU does not have `x-query-virtio`, an unstable command; other errors when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     let mut pages = BTreeSet::new();
-    for queue in virtio_queues::of(qmp)? {
+    for queue in virtio_queues::of_running(qmp)? {
         for ring in queue_rings(&queue) {
             let page_numbers = ring.start / PAGE_BYTES..ring.end.div_ceil(PAGE_BYTES);
             pages.extend(page_numbers.map(|number| number * PAGE_BYTES));
@@ -37,8 +37,8 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
 /// packed queue is not larger.
 fn queue_rings(queue: &VirtioQueue) -> Vec<Range<u64>> {
     let entries = queue.entries.min(MAX_QUEUE_ENTRIES);
-    let sizes =
-        [(queue.vring_desc, 16 * entries), (queue.vring_avail, 6 + 2 * entries), (queue.vring_used, 6 + 8 * entries)];
+    let RingAddresses { descriptors, available, used } = queue.rings;
+    let sizes = [(descriptors, 16 * entries), (available, 6 + 2 * entries), (used, 6 + 8 * entries)];
     let rings = sizes.map(|(start, bytes)| start..start.saturating_add(bytes));
     rings.into_iter().filter(|ring| ring.start != 0).collect()
 }
@@ -66,14 +66,12 @@ fn add_addresses(qmp: &mut Qmp, pages: &[u64], addresses: &mut Vec<Range<u64>>) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn a_queue_has_three_rings_and_an_unused_one_none() {
-        let rings = |entries: u64, desc: u64, avail: u64, used: u64| {
-            let reported = json!({"vring-num": entries, "vring-num-default": 256, "vring-desc": desc,
-                "vring-avail": avail, "vring-used": used, "inuse": 0});
-            queue_rings(&serde_json::from_value(reported).unwrap())
+        let rings = |entries: u64, descriptors: u64, available: u64, used: u64| {
+            let rings = RingAddresses { descriptors, available, used };
+            queue_rings(&VirtioQueue { device: String::new(), number: 0, entries, offered_entries: None, rings })
         };
         assert_eq!(rings(256, 0x1000, 0x2000, 0x3000), [0x1000..0x2000, 0x2000..0x2000 + 518, 0x3000..0x3000 + 2054]);
         assert_eq!(rings(256, 0, 0, 0), []);

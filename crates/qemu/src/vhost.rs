@@ -31,7 +31,7 @@ pub fn served_cards(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
 }
 
 /// Returns whether QEMU's answer is that vhost does not serve the device.
-fn is_not_started(description: &str) -> bool {
+pub(crate) fn is_not_started(description: &str) -> bool {
     description.contains("vhost device has not started")
 }
 

@@ -207,7 +207,7 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
 /// Compares the queues of virtio devices: QEMU cannot load a queue that is larger than the one that it has made. Debian's
 /// QEMU 10.0.13 makes all queues with 1,024 entries, QEMU 11.1.3 those of disks with 256.
 pub(crate) fn compare_queues(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, QmpError> {
-    match (virtio_queues::of(source), virtio_queues::of(destination)) {
+    match (virtio_queues::of_running(source), virtio_queues::of_waiting(destination)) {
         // A QEMU without the unstable command. If a queue is too small, the load fails, and the guest continues in the source.
         (Err(QmpError::Refused { .. }), _) | (_, Err(QmpError::Refused { .. })) => Ok(Vec::new()),
         (source, destination) => Ok(too_small_queues(&source?, &destination?)),
@@ -222,12 +222,14 @@ fn too_small_queues(source: &[VirtioQueue], destination: &[VirtioQueue]) -> Vec<
     for queue in source.iter().filter(|queue| queue.number == 0) {
         let is_same = |other: &&VirtioQueue| (&other.device, other.number) == (&queue.device, queue.number);
         let Some(made) = destination.iter().find(is_same) else { continue };
-        if queue.entries > made.offered_entries {
+        if let Some(offered) = made.offered_entries
+            && queue.entries > offered
+        {
             let device = queue.device.trim_start_matches("/machine/").trim_end_matches("/virtio-backend");
             problems.push(Problem(format!(
-                "{device}: its queue 0 has {} entries, and the destination QEMU can load {} at most (a live migration fails \
+                "{device}: its queue 0 has {} entries, and the destination QEMU can load {offered} at most (a live migration fails \
                  too); choose another QEMU with --qemu, or shut the guest down and start it in the new one",
-                queue.entries, made.offered_entries
+                queue.entries
             )));
         }
     }
@@ -260,10 +262,12 @@ pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> V
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rekindle_qemu::virtio_queues::RingAddresses;
 
     fn queue(device: &str, number: u64, entries: u64, offered_entries: u64) -> VirtioQueue {
         let device = format!("/machine/peripheral/{device}/virtio-backend");
-        VirtioQueue { device, number, entries, offered_entries, vring_desc: 0, vring_avail: 0, vring_used: 0 }
+        let rings = RingAddresses { descriptors: 0, available: 0, used: 0 };
+        VirtioQueue { device, number, entries, offered_entries: Some(offered_entries), rings }
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Commands and helpers that run out of descriptors (`RLIMIT_NOFILE`).
 
+use crate::common::interrupted::Interrupted;
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::served::{digest, image, read, section, server};
-use crate::common::{CommandResult, Guest, Lab};
+use crate::common::{CommandResult, Guest, Lab, Watch};
 use crate::qemu_user::user_of;
 use rekindle_kernel::process::Process;
 use std::fs;
@@ -102,6 +103,57 @@ fn a_command_with_too_low_a_limit_of_open_files_names_it_and_changes_nothing() {
     rekindle_with_limit(&lab, ENOUGH, &["restore", "few", "--store", store_path]).ok();
     wait_filled(&guest);
     assert_kept(&guest, &image, &boot);
+    guest.assert_sound();
+}
+
+/// A limit that an operator lowers, or a leak, is met in the middle of an operation.
+#[test]
+fn a_replacement_that_runs_out_of_descriptors_at_any_point_keeps_the_guest() {
+    let lab = Lab::new();
+    let image = image(&lab, "disk.raw");
+    let guest = lab.vm("scarce").section(&section(&image, "")).boot(&[]);
+    guest.touch("16M");
+    let boot = guest.boot_id();
+    let (mut failed, mut recovered) = (0, 0);
+    for point in [
+        "warm.prepare.journalled",
+        "warm.prepare.ready",
+        "warm.suspend.stopped",
+        "warm.suspend.saved",
+        "warm.resume.resumed",
+    ] {
+        for spare in [4, 1, 0] {
+            let watch = Watch::start(&lab.run_root());
+            let source = guest.only_qemu().process;
+            let command = Interrupted::start(&lab, &["reboot", "vmm", "scarce"], point);
+            limit_to_open_files(command.process, spare);
+            let result = command.finish(&lab);
+            let row = format!("{point}, {spare} spare: {result}");
+            eprintln!("{row}");
+            if result.code != Some(0) {
+                failed += 1;
+                assert!(result.stderr.contains("(RLIMIT_NOFILE)"), "the limit is not named: {row}");
+            }
+            match result.code {
+                Some(0) => assert_ne!(guest.only_qemu().process, source, "{row}"),
+                Some(1) => assert_eq!(guest.only_qemu().process, source, "{row}"),
+                Some(3) => {
+                    recovered += 1;
+                    let recovered = guest.rekindle(&["recover"]).ok();
+                    assert!(!recovered.stdout.contains("memory was lost"), "{recovered}\n{row}");
+                }
+                _ => panic!("{row}"),
+            }
+            watch.end();
+            // With the normal limit everything works.
+            guest.rekindle(&["recover"]).ok();
+            assert_kept(&guest, &image, &boot);
+            guest.assert_sound();
+        }
+    }
+    eprintln!("{failed} replacements failed, {recovered} of them needed recovery");
+    assert!(failed > 0, "no replacement ran out of descriptors");
+    guest.warm(&[]);
     guest.assert_sound();
 }
 

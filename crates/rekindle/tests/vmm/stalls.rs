@@ -43,12 +43,14 @@ enum Outcome {
     Success,
     /// Exit status 1. A replacement: the guest is in the QEMU that ran it before. A restore: nothing is left of it.
     AsItWas,
+    /// Exit status 3. When the helper has been resumed, `recover` resumes the guest in the QEMU that ran it before.
+    Undone,
     /// [`Outcome::Success`] or [`Outcome::AsItWas`], as fast as the helper is restarted.
     Either,
 }
 
 use Fault::{Kill, Stop};
-use Outcome::{AsItWas, Either, Success};
+use Outcome::{AsItWas, Either, Success, Undone};
 use Victim::{Pager, PagerBroker, Server, ServerBroker, Watch};
 
 /// The point before a command starts.
@@ -68,9 +70,13 @@ const REPLACEMENTS: &[(&str, Victim, Fault, Outcome)] = &[
     ("warm.prepare.spawned", ServerBroker, Kill, Either),
     ("warm.prepare.spawned", ServerBroker, Stop, AsItWas),
     ("warm.prepare.ready", Server, Kill, Either),
+    ("warm.prepare.ready", Server, Stop, AsItWas),
     ("warm.prepare.ready", ServerBroker, Stop, Success),
     ("warm.prepare.ready", Watch, Kill, Success),
     ("warm.prepare.ready", Watch, Stop, Success),
+    // The guest is stopped next. The old QEMU waits for the server, in which its requests must be done.
+    ("warm.suspend.journalled", Server, Kill, Either),
+    ("warm.suspend.journalled", Server, Stop, Undone),
     // The old QEMU has disconnected, and the new one connects when the guest resumes.
     ("warm.suspend.stopped", Server, Kill, Either),
     ("warm.suspend.stopped", Server, Stop, Success),
@@ -202,6 +208,10 @@ fn a_replacement_loses_nothing_when_a_helper_is_killed_or_stopped_at_any_point()
         match (outcome, result.code) {
             (Success | Either, Some(0)) => assert_ne!(guest.single_qemu().process, source, "{result}"),
             (AsItWas | Either, Some(1)) => assert_eq!(guest.single_qemu().process, source, "{result}"),
+            (Undone, Some(3)) => {
+                guest.rekindle(&["recover"]).ok().prints(&["undone"]);
+                assert_eq!(guest.single_qemu().process, source, "{result}");
+            }
             _ => {
                 let _ = guest.rekindle(&["recover"]);
                 panic!("{outcome:?} was expected of {result}");

@@ -11,6 +11,7 @@
 //! with a pattern that `verify` checks. Its disk `vda` is a raw image in the lab, a temporary directory, and is served
 //! by a disk server: a process of Rekindle that QEMU connects to.
 
+use crate::common::interrupted::Interrupted;
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::served::{READ as READ_BLOCKS, digest, image, read, section, server, status};
 use crate::common::{DEADLINE, Guest, Lab, assert_ticks_once, major, wait_for};
@@ -19,6 +20,8 @@ use rekindle_qemu::program::Program;
 use serde_json::Value;
 use std::path::Path;
 
+/// Number of checkpoints after which a protector locates the queues of its guest again.
+const LOCATE_EVERY: u32 = 64;
 /// How much memory `touch` fills.
 const TOUCHED: &str = "24M";
 
@@ -58,6 +61,31 @@ fn assert_runs_on(guest: &Guest<'_>, qemu: &Path) {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     assert_eq!(shown["vmm"]["binary"], qemu.to_str().unwrap());
     assert_eq!(shown["qemu_version"]["major"], major(qemu));
+}
+
+/// QEMU stops a queue that a disk server serves when it is queried in the wrong way.
+#[test]
+fn a_disk_answers_while_a_replacement_is_prepared_and_after_a_protector_has_located_the_queues() {
+    let lab = Lab::new();
+    let disk = image(&lab, "disk.raw");
+    let guest = boot_on(&lab, "queried", oldest_qemu(), &disk);
+    let assert_answers = || {
+        guest.ask("drop-caches");
+        assert_reads_image(&guest, &disk);
+    };
+    let store = store(&lab, "queried");
+    for qemu in [default_qemu(), newest_qemu(), oldest_qemu()] {
+        let arguments = ["reboot", "vmm", "queried", "--qemu", qemu.to_str().unwrap()];
+        let command = Interrupted::start(&lab, &arguments, "warm.prepare.ready");
+        assert_answers();
+        command.finish(&lab).ok();
+        // It locates them again after the last of these checkpoints.
+        let count = LOCATE_EVERY.to_string();
+        let protector = ["protect", "--store", store.to_str().unwrap(), "--every", "10ms", "--count", &count];
+        guest.rekindle(&protector).ok();
+        assert_answers();
+    }
+    guest.assert_sound();
 }
 
 #[test]
