@@ -64,26 +64,38 @@ enum Suitability {
 /// Returns the threads of a process, the best suited first.
 pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     let pid = process.pid;
+    let failed = |source| InjectError::Trace { pid, what: "list its threads", source };
     let listing = match fs::read_dir(format!("/proc/{pid}/task")) {
         Ok(listing) => listing,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(InjectError::Gone { pid }),
-        Err(source) => return Err(InjectError::Trace { pid, what: "list its threads", source }),
+        Err(e) => return Err(failed(e)),
     };
-    let threads = listing.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let mut rated_threads: Vec<_> = threads.filter_map(|tid| Some((suitability_of(pid, tid)?, tid))).collect();
+    // Closes the directory: the limit of descriptors may not permit another file.
+    let threads: Vec<i32> = listing.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    let mut rated_threads = Vec::new();
+    for tid in threads {
+        rated_threads.extend(suitability_of(pid, tid).map_err(failed)?.map(|suitability| (suitability, tid)));
+    }
     rated_threads.sort_unstable();
     Ok(rated_threads.into_iter().map(|(_, tid)| tid).collect())
 }
 
 /// Rates a thread. Returns `None` if it has ended, or cannot be traced.
-fn suitability_of(pid: u32, tid: i32) -> Option<Suitability> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+///
+/// # Errors
+/// If it cannot be read, for instance because this process has too many files open.
+fn suitability_of(pid: u32, tid: i32) -> io::Result<Option<Suitability>> {
+    let stat = match fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")) {
+        Ok(stat) => stat,
+        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
+        Err(e) => return Err(e),
+    };
     if is_kernel_worker(&stat) {
-        return None;
+        return Ok(None);
     }
-    let state = stat.rsplit_once(") ")?.1.chars().next()?;
+    let Some(state) = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) else { return Ok(None) };
     let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
-    suitability(state, &call)
+    Ok(suitability(state, &call))
 }
 
 /// Rates a thread by its state letter and `/proc/PID/task/TID/syscall`. Returns `None` if it has ended.
