@@ -9,6 +9,7 @@ use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, SpawnedStage};
 use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::binary::Binary;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
 use rekindle_vm::{network, ram};
@@ -25,6 +26,10 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
     }
     handover.end_destination()?;
     if !handover.has_not_run() {
+        if runs_in_source(&handover)? {
+            handover.return_to_source()?;
+            return Ok(Recovered::Undone);
+        }
         return boot_after_loss(handover, None);
     }
     match (handover.live_source(), handover.journal.operation.saved.clone()) {
@@ -34,6 +39,16 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
         }
         (None, Some(saved)) => resume_from_state(handover, &saved),
         (None, None) => boot_after_loss(handover, None),
+    }
+}
+
+/// Returns whether the source runs the guest although the decision for the destination was journalled. The source got its
+/// `cont` from a command that returned the guest to it, and did not answer in time: it waited for a disk server. Such a
+/// command has ended the destination, which had not run the guest.
+fn runs_in_source(handover: &Handover) -> Result<bool, RebootError> {
+    match handover.live_source().filter(|_| handover.journal.operation.step == Step::Resume) {
+        Some(source) => Ok(run_state(&mut source.connect(vmm::START_TIMEOUT)?)? == "running"),
+        None => Ok(false),
     }
 }
 
