@@ -175,8 +175,13 @@ impl Handover {
     ///
     /// # Errors
     /// [`HandoverError`]: the operation needs recovery.
-    pub fn return_to_source(self) -> Result<(), HandoverError> {
+    pub fn return_to_source(mut self) -> Result<(), HandoverError> {
         self.end_destination()?;
+        if self.journal.operation.step == Step::Resume {
+            // The source may run the guest, and thus write to its RAM, before it answers: the evidence that
+            // `has_not_run` reads is gone then.
+            self.advance(Step::Suspend)?;
+        }
         if self.journal.operation.step >= Step::Suspend
             && let Some(source) = self.source()
         {

@@ -43,12 +43,15 @@ enum Outcome {
     Success,
     /// Exit status 1. A replacement: the guest is in the QEMU that ran it before. A restore: nothing is left of it.
     AsItWas,
+    /// [`Outcome::Success`], if no QEMU waits for the helper before it reports that the guest has stopped or resumed. Otherwise
+    /// exit status 3: when the helper has been resumed, `recover` resumes the guest in the QEMU that ran it before.
+    SuccessOrUndone,
     /// [`Outcome::Success`] or [`Outcome::AsItWas`], as fast as the helper is restarted.
     Either,
 }
 
 use Fault::{Kill, Stop};
-use Outcome::{AsItWas, Either, Success};
+use Outcome::{AsItWas, Either, Success, SuccessOrUndone};
 use Victim::{Pager, PagerBroker, Server, ServerBroker, Watch};
 
 /// The point before a command starts.
@@ -75,8 +78,10 @@ const REPLACEMENTS: &[(&str, Victim, Fault, Outcome)] = &[
     ("warm.prepare.ready", Watch, Stop, Success),
     // The guest is stopped next. The old QEMU waits for the server, in which its requests must be done.
     ("warm.suspend.journalled", Server, Kill, Either),
+    ("warm.suspend.journalled", Server, Stop, SuccessOrUndone),
     // The old QEMU has disconnected, and the new one connects when the guest resumes.
     ("warm.suspend.stopped", Server, Kill, Either),
+    ("warm.suspend.stopped", Server, Stop, SuccessOrUndone),
     ("warm.resume.resumed", Server, Kill, Success),
     ("warm.resume.resumed", Server, Stop, Success),
 ];
@@ -203,8 +208,14 @@ fn a_replacement_loses_nothing_when_a_helper_is_killed_or_stopped_at_any_point()
         assert!(running <= 1, "two QEMUs ran the guest: {result}");
         assert_names(&result, fault, process);
         match (outcome, result.code) {
-            (Success | Either, Some(0)) => assert_ne!(guest.single_qemu().process, source, "{result}"),
+            (Success | Either | SuccessOrUndone, Some(0)) => {
+                assert_ne!(guest.single_qemu().process, source, "{result}")
+            }
             (AsItWas | Either, Some(1)) => assert_eq!(guest.single_qemu().process, source, "{result}"),
+            (SuccessOrUndone, Some(3)) => {
+                guest.rekindle(&["recover"]).ok().prints(&["undone"]);
+                assert_eq!(guest.single_qemu().process, source, "{result}");
+            }
             _ => {
                 let _ = guest.rekindle(&["recover"]);
                 panic!("{outcome:?} was expected of {result}");
