@@ -75,6 +75,8 @@ impl Resource {
             &self.protect;
         let mut arguments: Vec<OsString> = ["--json", "protect", self.name.as_str()].map(OsString::from).into();
         let ms = |duration: &std::time::Duration| format!("{}ms", duration.as_millis());
+        // All options are those of the resource.
+        arguments.push("--no-settings".into());
         let mut add = |flag: &str, value: OsString| arguments.extend([flag.into(), value]);
         add("--store", store.to_string().into());
         add("--every", ms(every).into());

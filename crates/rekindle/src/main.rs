@@ -14,12 +14,14 @@ use rekindle_kernel::descriptor_limit;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let cli = cli::parse();
+    let parsed = cli::parse();
     let level = tracing_subscriber::EnvFilter::try_from_env("REKINDLE_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
-    let output = Output::new(cli.json);
-    let result = check_descriptor_limit(&cli.command).and_then(|()| run(&output, cli.command));
+    let is_json = |word: std::ffi::OsString| word == "--json";
+    let output = Output::new(parsed.as_ref().map_or_else(|_| std::env::args_os().any(is_json), |cli| cli.json));
+    let result = parsed.map_err(anyhow::Error::from);
+    let result = result.and_then(|cli| check_descriptor_limit(&cli.command).and_then(|()| run(&output, cli.command)));
     match result {
         Ok(status) => status,
         Err(error) => {

@@ -140,6 +140,23 @@ fn config_path() -> PathBuf {
     env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from)
 }
 
+/// Returns the file with the settings of `rekindle protect` for the VM `name`: in the directory `protect` next to `host.toml`.
+/// Without `REKINDLE_HOST_CONFIG`, another user than root has a directory of its own, because root's file can be read by root
+/// only. `None`: this user has no home.
+#[must_use]
+pub fn protect_settings_file(name: &Name) -> Option<PathBuf> {
+    let own_directory = || match path_from_env("XDG_CONFIG_HOME") {
+        Some(directory) => Some(directory.join("rekindle")),
+        None => path_from_env("HOME").map(|home| home.join(".config/rekindle")),
+    };
+    let is_root = rustix::process::geteuid().is_root();
+    let directory = match config_path().parent() {
+        Some(parent) if is_root || path_from_env("REKINDLE_HOST_CONFIG").is_some() => Some(parent.to_owned()),
+        _ => own_directory(),
+    };
+    Some(directory?.join("protect").join(format!("{name}.toml")))
+}
+
 /// Returns whether disk servers and pagers confine themselves. Only `confine_helpers` in `host.toml` turns it off.
 ///
 /// # Errors

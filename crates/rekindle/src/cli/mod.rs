@@ -7,6 +7,7 @@ mod moving;
 mod ocf;
 mod protect;
 mod reboot;
+mod settings;
 mod store;
 mod tools;
 mod vm;
@@ -17,12 +18,15 @@ pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
+pub use settings::Settings;
 pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 pub use tools::{Completions, Doctor, Man, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
+use crate::output::Usage;
 use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use std::path::PathBuf;
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
 #[derive(Debug, Parser)]
@@ -54,19 +58,40 @@ const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["init"], "store init"),
 ];
 
-/// Reads the command line. Exits if it is wrong or requests help.
-pub fn parse() -> Cli {
-    Cli::try_parse().unwrap_or_else(|mut error| {
-        let first_word = std::env::args().skip(1).find(|word| !word.starts_with('-'));
-        let unknown = match error.get(ContextKind::InvalidSubcommand) {
-            Some(ContextValue::String(unknown)) if first_word.as_ref() == Some(unknown) => unknown.as_str(),
-            _ => error.exit(),
-        };
-        if let Some((_, ours)) = FOREIGN_NAMES.iter().find(|(names, _)| names.contains(&unknown)) {
-            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*ours).to_owned()]));
+/// Reads the command line, and the settings file of `rekindle protect`. Exits if the command line is wrong or requests help.
+pub fn parse() -> Result<Cli, Usage> {
+    let merged = settings::merge(std::env::args_os().collect())?;
+    let parsed = Cli::command().try_get_matches_from(&merged.words).and_then(|matches| {
+        let cli = Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut Cli::command()))?;
+        Ok((cli, matches))
+    });
+    let (mut cli, matches) = parsed.unwrap_or_else(|error| exit(error, merged.read_file.as_ref()));
+    if let Command::Protect(protect) = &mut cli.command
+        && let Some((_, given)) = matches.subcommand()
+    {
+        protect.merged = Settings { options: settings::options_of(given)?, ..merged.settings };
+    }
+    Ok(cli)
+}
+
+/// Reports a wrong command line, or prints the requested help, and exits.
+fn exit(mut error: clap::Error, settings_file: Option<&PathBuf>) -> ! {
+    let first_word = std::env::args().skip(1).find(|word| !word.starts_with('-'));
+    let foreign = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(unknown)) if first_word.as_ref() == Some(unknown) => {
+            FOREIGN_NAMES.iter().find(|(names, _)| names.contains(&unknown.as_str()))
         }
-        error.exit()
-    })
+        _ => None,
+    };
+    if let Some((_, ours)) = foreign {
+        error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*ours).to_owned()]));
+    }
+    if let Some(path) = settings_file.filter(|_| error.use_stderr()) {
+        let _ = error.print();
+        eprintln!("note: options were also read from {}", path.display());
+        std::process::exit(error.exit_code());
+    }
+    error.exit()
 }
 
 #[derive(Debug, Subcommand)]
@@ -192,6 +217,8 @@ Examples:
     Recover(Recover),
     /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
     ///
+    /// Options that are not given are read from /etc/rekindle/protect/NAME.toml, if that exists.
+    ///
     /// Needs: the VM runs; root, or the same user with kernel.yama.ptrace_scope=0; Linux 6.7.
     ///
     /// On success: the store holds the newest checkpoint; the guest continues to run.
@@ -201,7 +228,8 @@ Examples:
     #[command(after_help = "\
 Examples:
   rekindle protect web --store /srv/checkpoints/web
-  rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/s3.env --every 500ms")]
+  rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/s3.env --every 500ms
+  rekindle protect web --store /srv/checkpoints/web --every 5s --install-service")]
     Protect(Protect),
     /// Release held network output and turn output commit off.
     ///

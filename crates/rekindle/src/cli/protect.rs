@@ -1,5 +1,6 @@
 //! Arguments of `rekindle protect`, `restore` and `pager`.
 
+use super::settings::{COMMAND_LINE_ONLY, Settings};
 use super::store::StoreCredentials;
 use clap::{Args, ValueEnum};
 use rekindle_protect::policy::Policy;
@@ -38,12 +39,27 @@ pub struct CheckpointOptions {
 pub struct Protect {
     /// The VM.
     pub name: Name,
+    /// The file with options that are not given here [default: /etc/rekindle/protect/NAME.toml, if it exists].
+    #[arg(long, value_name = "FILE", help_heading = COMMAND_LINE_ONLY)]
+    pub settings: Option<PathBuf>,
+    /// Read no file with options.
+    #[arg(long, conflicts_with_all = ["settings", "install_service"], help_heading = COMMAND_LINE_ONLY)]
+    pub no_settings: bool,
+    /// Write these options to the settings file, and protect the VM by the service rekindle-protect@NAME from now on.
+    #[arg(long, help_heading = COMMAND_LINE_ONLY, conflicts_with_all = ["settings", "count", "abandon_old_checkpoints"])]
+    pub install_service: bool,
+    /// Install the service also if the settings file names another store.
+    #[arg(long, requires = "install_service", help_heading = COMMAND_LINE_ONLY)]
+    pub force: bool,
+    /// Only show what --install-service would write and run; change nothing.
+    #[arg(long, requires = "install_service", help_heading = COMMAND_LINE_ONLY)]
+    pub dry_run: bool,
     /// Create the store if there is none.
-    #[arg(long)]
+    #[arg(long, help_heading = COMMAND_LINE_ONLY)]
     pub create_store: bool,
     /// Start a new store in place of the one that this host wrote and that no longer exists (with --create-store,
     /// unless there is a new one). The old checkpoints must not be restored later.
-    #[arg(long)]
+    #[arg(long, help_heading = COMMAND_LINE_ONLY)]
     pub abandon_old_checkpoints: bool,
     #[command(flatten)]
     pub checkpoints: CheckpointOptions,
@@ -57,15 +73,18 @@ pub struct Protect {
     #[arg(long, value_name = "DIR", requires = "disk")]
     pub overlay_dir: Option<PathBuf>,
     /// Stop after this many checkpoints, and remove Rekindle's changes from QEMU, except overlays.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = COMMAND_LINE_ONLY)]
     pub count: Option<u64>,
     /// At the end, compare all of the guest's memory with the newest checkpoint while the guest is stopped (takes
     /// seconds per GiB).
-    #[arg(long, requires = "count")]
+    #[arg(long, requires = "count", help_heading = COMMAND_LINE_ONLY)]
     pub compare: bool,
     /// At the end, take one more checkpoint and leave the guest stopped: for a caller that then ends it.
-    #[arg(long, requires = "count", conflicts_with = "compare", hide = true)]
+    #[arg(long, requires = "count", conflicts_with = "compare", hide = true, help_heading = COMMAND_LINE_ONLY)]
     pub stay: bool,
+    /// Where the options come from, and what `--install-service` writes.
+    #[arg(skip)]
+    pub merged: Settings,
 }
 
 /// How to treat disks that a protected guest writes and Rekindle does not serve.

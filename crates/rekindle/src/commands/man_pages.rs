@@ -38,6 +38,12 @@ const SUSPENDERS: &[&str] = &["host", "reboot", "recover", "replace-qemu", "run"
 const FILES: &[Entry] = &[
     entry("/etc/rekindle/host.toml", "Configuration of the host.", &[]),
     entry("/etc/rekindle/NAME.toml", "Definitions of VMs that the resource agent starts.", &["ocf", "run"]),
+    entry(
+        "/etc/rekindle/protect/NAME.toml",
+        "Options of rekindle protect, also in rekindle-protect@NAME.service. Another user's is in \
+         $XDG_CONFIG_HOME/rekindle/protect.",
+        &["protect"],
+    ),
     entry("/run/rekindle/NAME", "Run directory of a VM. Another user's is in $XDG_RUNTIME_DIR/rekindle.", &[]),
     entry("/var/log/rekindle/NAME", "Logs of a VM. Another user's are in $XDG_STATE_HOME/rekindle/log.", &[]),
     entry("/var/lib/rekindle/saved", "RAM of guests that a reboot saves, and boot snapshots.", SUSPENDERS),
@@ -195,6 +201,8 @@ mod tests {
         assert!(page("rekindle-ocf-monitor").contains("\\fB190\\fR") && !page("rekindle-run").contains("\\fB190\\fR"));
         assert!(page("rekindle-store-ls").contains("REKINDLE_ENVIRONMENT_FILE"));
         assert!(!page("rekindle-probe").contains("host.toml") && page("rekindle-doctor").contains("host.toml"));
+        assert!(page("rekindle-protect").contains("/etc/rekindle/protect/NAME.toml"));
+        assert!(!page("rekindle-restore").contains("/etc/rekindle/protect"));
         // The units name these pages.
         for name in ["rekindle-host-resume", "rekindle-host-mount", "rekindle-reboot-host"] {
             assert!(page(name).contains("/var/lib/rekindle/suspended"), "{name}");

@@ -1,15 +1,18 @@
 //! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
 use super::helpers::report_stopped;
+use super::install_service;
 use super::interrupts;
+use super::service_report::ServiceReport;
 use super::store::credentials;
 use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
 use crate::output::Output;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
+use rekindle_vm::rundir::RunDir;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -38,6 +41,9 @@ pub(super) fn protect_settings(
 
 pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let host = Host::open()?;
+    if arguments.install_service {
+        return install_service::install(output, &host, arguments);
+    }
     let settings = ProtectSettings {
         max_lag: arguments.max_lag.map(|span| span.as_duration()),
         count: arguments.count,
@@ -49,14 +55,20 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     };
     let interrupted = interrupts()?;
     let name = arguments.name.to_string();
+    let service = ServiceReport::start(&RunDir::new(&host.root, &name), settings.every);
+    let service = service.context("cannot start the thread that reports to systemd")?;
     let mut wrong_pages = 0;
     let mut report = |event: &ProtectEvent| {
+        if let Some(service) = &service {
+            service.note(event);
+        }
         if let ProtectEvent::Compared(compared) = event {
             wrong_pages += compared.wrong;
         }
         let _ = output.result(event, format!("{name}: {event}"));
     };
     let summary = run(&host, &name, &settings, &interrupted, &mut report);
+    drop(service);
     let summary = summary.inspect_err(|_| report_stopped(&host, &name))?;
     let why = match summary.ended {
         StopReason::Requested => "interrupted; its memory is still tracked, for the next `rekindle protect`",
