@@ -2,6 +2,7 @@
 //! `O_DIRECT`.
 
 use rustix::fd::{AsFd, AsRawFd};
+use std::collections::HashMap;
 use std::fs;
 use std::io::{self, Read as _};
 use std::path::Path;
@@ -90,6 +91,44 @@ fn holder_in(locks: &str, (major, minor): (u32, u32), inode: u64) -> Option<u32>
         let pid = words.nth(2)?.parse().ok()?;
         (words.next()? == file).then_some(pid)
     })
+}
+
+/// The `flock`s of this host, from one reading of `/proc/locks`. To check the locks of many files, it costs less than
+/// [`flock_holder`] for each.
+#[derive(Debug, Default)]
+pub struct FlockTable {
+    holders: HashMap<String, u32>,
+}
+
+impl FlockTable {
+    /// Reads `/proc/locks`.
+    ///
+    /// # Errors
+    /// Errors of reading that file.
+    pub fn read() -> io::Result<Self> {
+        let (locks, _) = read_locks()?;
+        let parse = |line: &str| {
+            let mut words = line.split_ascii_whitespace().skip(1);
+            (words.next()? == "FLOCK").then_some(())?;
+            let pid = words.nth(2)?.parse().ok()?;
+            Some((words.next()?.to_owned(), pid))
+        };
+        Ok(Self { holders: locks.lines().filter_map(parse).collect() })
+    }
+
+    /// Returns the process that holds the `flock` of a file. If the table does not have it, `/proc/locks` is read again,
+    /// because a long table may miss a lock that is held.
+    ///
+    /// # Errors
+    /// As for [`flock_holder`].
+    pub fn holder(&self, path: &Path) -> io::Result<Option<u32>> {
+        let file = rustix::fs::stat(path)?;
+        let (major, minor) = (rustix::fs::major(file.st_dev), rustix::fs::minor(file.st_dev));
+        match self.holders.get(&format!("{major:02x}:{minor:02x}:{}", file.st_ino)) {
+            Some(pid) => Ok(Some(*pid)),
+            None => flock_holder(path),
+        }
+    }
 }
 
 /// The kind of a lock on one byte.
@@ -198,6 +237,8 @@ mod tests {
         assert_eq!(flock_holder(file.path()).unwrap(), None);
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
         assert_eq!(flock_holder(file.path()).unwrap(), Some(std::process::id()));
+        assert_eq!(FlockTable::read().unwrap().holder(file.path()).unwrap(), Some(std::process::id()));
+        assert_eq!(FlockTable::default().holder(file.path()).unwrap(), Some(std::process::id()), "read again");
     }
 
     #[test]

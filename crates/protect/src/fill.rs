@@ -17,10 +17,10 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::Credentials;
 use rekindle_store::keys::KeySource;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
-use rekindle_vm::rundir::{RunDir, write_json};
+use rekindle_vm::rundir::{RunDir, read_record, write_json};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
@@ -185,7 +185,7 @@ impl Fill {
     /// [`FillError::File`]: `fill.json` cannot be read.
     pub fn read(rundir: &RunDir) -> Result<Option<Self>, FillError> {
         let failed = |source| FillError::File { path: rundir.fill(), source };
-        match fs::read(rundir.fill()) {
+        match read_record(&rundir.fill()) {
             Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(failed(e)),

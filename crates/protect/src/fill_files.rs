@@ -4,6 +4,7 @@
 //! process outside of its confinement, does these operations, which are fixed, for the fill that it was started for.
 
 use crate::fill::{self, Fill, FillError, FillStage, lock_pager, try_lock_file, try_lock_write_record};
+use crate::fill_progress;
 use rekindle_kernel::confinement::broker::{Answer, Broker, Request};
 use rekindle_kernel::confinement::{Access, CapabilitySet, Grant, capabilities_for};
 use rekindle_memory::missing::Registration;
@@ -183,6 +184,7 @@ impl FillFiles {
         match self.ask(operation::REMOVE) {
             Some(answer) => answer.map(drop),
             None => {
+                let _ = fs::remove_file(fill_progress::path(&self.rundir));
                 let path = self.rundir.fill();
                 fs::remove_file(&path).map_err(|source| FillError::File { path, source })
             }

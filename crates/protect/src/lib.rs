@@ -10,6 +10,7 @@
 //! | `session` | tracks what a guest writes, and takes one checkpoint |
 //! | `pause`, `runs`, `epochs`, `load_pages` | parts of a checkpoint: pause, pages, disks, pages that a load needs |
 //! | [`progress`] | `protect.json`: what a protector has committed |
+//! | [`counters`] | `protect-counters.json`: what a protector has done since it started |
 //! | [`event`] | the events that a protector reports |
 //! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |
 //! | [`known_store`] | what this host knows of the store: its ID, whether it is encrypted, what it has reached |
@@ -17,6 +18,7 @@
 //! | [`restore`] | resumes a guest from a checkpoint; its pages load on demand |
 //! | [`fill`], [`pager`] | a restored guest whose memory is incomplete, and the process that loads it |
 //! | `fill_files` | the files that the pager uses in the run directory, through its broker |
+//! | [`fill_progress`] | `fill-progress.json`: how much memory the pager has still to load |
 //! | `write_record` | checkpoints of a guest that is still being filled |
 //! | [`output`] | releases held network output |
 //! | [`moving`] | moves a guest to another host |
@@ -26,12 +28,14 @@
 #![allow(missing_docs, reason = "an internal crate: a name that needs no comment has none")]
 
 pub mod candidate;
+pub mod counters;
 mod credential_paths;
 mod epochs;
 mod error;
 pub mod event;
 pub mod fill;
 mod fill_files;
+pub mod fill_progress;
 pub mod known_store;
 mod load_pages;
 pub mod moving;

@@ -15,7 +15,7 @@ use rekindle_store::types::{Expected, Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{Credentials, StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::rundir::{RunDir, write_json};
+use rekindle_vm::rundir::{RunDir, read_record, write_json};
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -156,7 +156,7 @@ impl OwnerRecord {
     /// [`TargetError::RunDir`]: the record exists but cannot be read, so it is unknown whether the guest may run.
     pub fn read(rundir: &RunDir) -> Result<Option<Self>, TargetError> {
         let failed = |source| TargetError::RunDir { path: path(rundir), source };
-        match fs::read(path(rundir)) {
+        match read_record(&path(rundir)) {
             Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(failed(e)),

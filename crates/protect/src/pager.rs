@@ -7,6 +7,7 @@
 
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager};
 use crate::fill_files::FillFiles;
+use crate::fill_progress::FillProgressFile;
 use crate::pager_confinement::{GrantedFiles, confinement, versions};
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::missing::{Completion, Content, Need, PageSource, Pager, Progress};
@@ -160,6 +161,7 @@ struct MissingMemory {
     files: FillFiles,
     /// If one of them changes, this process cannot use it any more.
     granted: GrantedFiles,
+    progress_file: Option<FillProgressFile>,
 }
 
 impl MissingMemory {
@@ -169,6 +171,10 @@ impl MissingMemory {
         let process = fill.vmm.process();
         let ram = GuestRam::from_blocks(process, fill.blocks.clone())?;
         let mut pager = Pager::take_over(Injector::new(process)?, &ram, |id| fill.is_paged(id))?;
+        let progress_file = pager.as_ref().and_then(|pager| {
+            let created = FillProgressFile::create(rundir, pager.total_bytes(), pager.missing_bytes());
+            created.inspect_err(|e| tracing::debug!("the progress of the fill is not recorded: {e}")).ok()
+        });
         let mut files = FillFiles::new(rundir, fill);
         if confine {
             files = files.through_broker(pager.as_ref().and_then(Pager::registration))?;
@@ -186,7 +192,7 @@ impl MissingMemory {
             confinement.enter()?;
             files.end_process_with_broker().map_err(|source| FillError::File { path: rundir.fill(), source })?;
         }
-        Ok(Self { ram, pager, files, granted })
+        Ok(Self { ram, pager, files, granted, progress_file })
     }
 
     /// Loads pages until none is missing or `stop` is set. The caller holds the pager's lock.
@@ -197,7 +203,7 @@ impl MissingMemory {
         stop: &AtomicBool,
         on_event: &mut dyn FnMut(&PagerEvent),
     ) -> Result<Progress, FillError> {
-        let Self { ram, pager, files, granted } = self;
+        let Self { ram, pager, files, granted, progress_file } = self;
         // While this lock is held, a protector cannot mistake the VM for one that still fills.
         let _write_record_lock;
         let progress = match pager {
@@ -208,6 +214,7 @@ impl MissingMemory {
                 let mut end_of_fill = EndOfFill { files: &files, write_record_lock: None };
                 let mut pages = CheckpointPages::new(image, &ram, Some(&mut *on_event));
                 pages.granted = granted;
+                pages.progress_file = progress_file;
                 let progress = if image.has_latency() {
                     let order = recently_written_pages_later(image.clone(), fill.clone());
                     pager.run_in_order(&mut pages, order, stop, || end_of_fill.decide())?
@@ -320,12 +327,13 @@ pub(crate) struct CheckpointPages<'a> {
     /// If one of them was replaced, a failed read is not retried: this process may not use the new one, but another
     /// pager can.
     granted: GrantedFiles,
+    progress_file: Option<FillProgressFile>,
 }
 
 impl<'a> CheckpointPages<'a> {
     pub(crate) fn new(image: &'a Image, ram: &GuestRam, on_event: Option<&'a mut dyn FnMut(&PagerEvent)>) -> Self {
         let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
-        Self { image, positions, on_event, last_error: None, granted: GrantedFiles::default() }
+        Self { image, positions, on_event, last_error: None, granted: GrantedFiles::default(), progress_file: None }
     }
 
     /// Returns the position in the checkpoint of a RAM block of the guest.
@@ -394,5 +402,11 @@ impl PageSource for CheckpointPages<'_> {
             self.last_error = Some(text);
         }
         Some(READ_RETRY_DELAY)
+    }
+
+    fn supplied(&mut self, _block: BlockId, offsets: Range<u64>) {
+        if let Some(file) = &mut self.progress_file {
+            file.note_loaded(offsets.end - offsets.start);
+        }
     }
 }

@@ -4,9 +4,8 @@ use crate::policy::Policy;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreUrl;
 use rekindle_store::types::KnownStore;
-use rekindle_vm::rundir::{RunDir, write_atomically};
+use rekindle_vm::rundir::{RunDir, read_record, write_atomically};
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,6 +21,23 @@ pub(crate) struct CommitId {
 #[must_use]
 pub fn committed(rundir: &RunDir) -> u64 {
     Progress::read(rundir).map_or(0, |progress| progress.committed)
+}
+
+/// The newest checkpoint of a VM, as its last protector has recorded it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NewestCheckpoint {
+    pub number: u64,
+    pub epoch: u64,
+    /// Time since the commit; none in records of earlier versions.
+    pub age: Option<Duration>,
+}
+
+/// Returns the newest checkpoint that a protector of this VM has committed on this host; `None` if there is none.
+#[must_use]
+pub fn newest(rundir: &RunDir) -> Option<NewestCheckpoint> {
+    let Progress { committed, committed_at_ms, epoch, .. } = Progress::read(rundir)?;
+    let age = committed_at_ms.and_then(|ms| uptime().checked_sub(Duration::from_millis(ms)));
+    (committed > 0).then_some(NewestCheckpoint { number: committed, epoch, age })
 }
 
 /// Returns the age of the newest checkpoint of the guest in `vmm`, as its protector has recorded it; without a
@@ -74,7 +90,7 @@ impl Progress {
 
     /// Reads the record. A torn or unreadable record counts as none.
     pub(crate) fn read(rundir: &RunDir) -> Option<Self> {
-        serde_json::from_slice(&fs::read(Self::path(rundir)).ok()?).ok()
+        serde_json::from_slice(&read_record(&Self::path(rundir)).ok()?).ok()
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) {

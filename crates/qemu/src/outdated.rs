@@ -9,6 +9,7 @@ use crate::binary::program_file;
 use crate::program::{Program, position_of};
 use object::{Object, ReadCache};
 use serde::Serialize;
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -19,6 +20,8 @@ use std::path::Path;
 const VERSION_PREFIX: &[u8] = b"QEMU emulator version ";
 /// Limit of a version, which may contain the distribution's: `7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)`.
 const MAX_VERSION_BYTES: usize = 128;
+/// Limit of the results that [`Comparisons`] keeps.
+const MAX_KNOWN_COMPARISONS: usize = 1000;
 
 /// How a running QEMU differs from the installed one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -48,6 +51,42 @@ impl fmt::Display for Outdated {
 /// # Errors
 /// `PermissionDenied` for the QEMU of another user; `NotFound` if it has ended.
 pub fn compare(running: &Program, installed: &Path) -> io::Result<Option<Outdated>> {
+    Comparisons::default().compare(running, installed)
+}
+
+/// Comparisons that have been made, so that the files of many QEMUs, or of one at many times, are read once.
+#[derive(Debug, Default)]
+pub struct Comparisons {
+    results: HashMap<[FileVersion; 2], Option<Outdated>>,
+}
+
+/// Device, inode, length, and modification time in seconds and nanoseconds.
+type FileVersion = (u64, u64, u64, i64, i64);
+
+impl Comparisons {
+    /// Does the same as [`compare`].
+    ///
+    /// # Errors
+    /// As for [`compare`].
+    pub fn compare(&mut self, running: &Program, installed: &Path) -> io::Result<Option<Outdated>> {
+        let Some((running_file, installed_file)) = open_files(running, installed)? else {
+            return Ok(Some(Outdated::Removed));
+        };
+        let versions = [file_version(&running_file)?, file_version(&installed_file)?];
+        if let Some(known) = self.results.get(&versions) {
+            return Ok(known.clone());
+        }
+        let result = compare_files(running_file, installed_file)?;
+        if self.results.len() >= MAX_KNOWN_COMPARISONS {
+            self.results.clear();
+        }
+        self.results.insert(versions, result.clone());
+        Ok(result)
+    }
+}
+
+/// Opens the file of the running program and the installed one. `None`: no file is installed.
+fn open_files(running: &Program, installed: &Path) -> io::Result<Option<(File, File)>> {
     let running_file = running.open_file()?;
     let installed = program_file(installed).ok_or(io::ErrorKind::NotFound.into());
     let installed_file = match installed.and_then(File::open) {
@@ -57,9 +96,13 @@ pub fn compare(running: &Program, installed: &Path) -> io::Result<Option<Outdate
     };
     let installed_file = match installed_file {
         Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(Outdated::Removed)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(e),
     };
+    Ok(Some((running_file, installed_file)))
+}
+
+fn compare_files(running_file: File, installed_file: File) -> io::Result<Option<Outdated>> {
     if is_same_file(&running_file, &installed_file)? {
         return Ok(None);
     }
@@ -72,6 +115,11 @@ pub fn compare(running: &Program, installed: &Path) -> io::Result<Option<Outdate
         (Some(running), Some(installed)) if running != installed => Outdated::OtherVersion { running, installed },
         _ => Outdated::OtherBuild,
     }))
+}
+
+fn file_version(file: &File) -> io::Result<FileVersion> {
+    let metadata = file.metadata()?;
+    Ok((metadata.dev(), metadata.ino(), metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
 }
 
 fn is_same_file(first: &File, second: &File) -> io::Result<bool> {
@@ -135,7 +183,11 @@ mod tests {
 
         fn compare(&self) -> Option<Outdated> {
             let program = Program::of(Process::of(self.child.id()).unwrap()).unwrap();
-            compare(&program, &self.directory.path().join("qemu")).unwrap()
+            let mut known = Comparisons::default();
+            let installed = self.directory.path().join("qemu");
+            let result = known.compare(&program, &installed).unwrap();
+            assert_eq!(known.compare(&program, &installed).unwrap(), result, "from the known ones");
+            result
         }
     }
 

@@ -96,6 +96,7 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
         Command::Ocf(command) => commands::ocf::run(output, &command),
         Command::Probe(arguments) => commands::probe::probe(output, &arguments),
         Command::Monitor(arguments) => commands::monitor::monitor(output, &arguments),
+        Command::Metrics(arguments) => commands::metrics::metrics(output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(output, &arguments),
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),

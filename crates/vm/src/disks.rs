@@ -24,9 +24,9 @@ pub(crate) mod tests;
 pub use error::DisksError;
 pub use redo_logs::{LeftoverLogs, end_epochs, identity_problems, merge_leftover_logs, redo_log_problems};
 pub use retained::{RetainedCache, release_memory, retain_caches, reuse_caches};
-pub use served::{served, served_now};
+pub use served::{need_servers, served, served_now};
 pub(crate) use server::ask;
-pub use server::{control_socket, server, servers};
+pub use server::{control_socket, is_served, server, servers};
 
 use crate::lock::ServersLock;
 use crate::qemu_user;

@@ -11,16 +11,16 @@
 //! identified by its arguments.
 
 use crate::disks;
-use crate::rundir::{RunDir, write_json};
+use crate::rundir::{self, RunDir, write_json};
 use crate::state::State;
-use rekindle_kernel::file::flock_holder;
+use rekindle_kernel::file::{FlockTable, flock_holder};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::io;
+use std::path::PathBuf;
 
 /// A process that serves a VM in addition to its QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -50,14 +50,31 @@ impl Helper {
     /// Returns the helper's process, if it runs.
     #[must_use]
     pub fn process(&self, rundir: &RunDir) -> Option<Process> {
-        let lock = match self {
-            Self::Disk(id) => return disks::server(rundir, id),
-            Self::Pager => rundir.pager_lock(),
-            Self::Phases => rundir.phases_lock(),
-            Self::Watch => rundir.watch_lock(),
+        let Some(lock) = self.lock_file(rundir) else {
+            let Self::Disk(id) = self else { return None };
+            return disks::server(rundir, id);
         };
         let pid = flock_holder(&lock).ok().flatten()?;
         Process::of(pid).ok().filter(Process::is_alive)
+    }
+
+    /// Returns the file with the `flock` that the helper holds; `None` for the server of a disk.
+    fn lock_file(&self, rundir: &RunDir) -> Option<PathBuf> {
+        match self {
+            Self::Disk(_) => None,
+            Self::Pager => Some(rundir.pager_lock()),
+            Self::Phases => Some(rundir.phases_lock()),
+            Self::Watch => Some(rundir.watch_lock()),
+        }
+    }
+
+    /// Returns whether the helper holds its lock. Unlike [`Self::process`], this needs no right to connect to the helper.
+    fn holds_lock(&self, rundir: &RunDir, locks: &FlockTable) -> bool {
+        match (self, self.lock_file(rundir)) {
+            (_, Some(lock)) => locks.holder(&lock).is_ok_and(|holder| holder.is_some()),
+            (Self::Disk(id), None) => disks::is_served(rundir, id),
+            (_, None) => false,
+        }
     }
 }
 
@@ -155,7 +172,7 @@ pub type RestartRecord = BTreeMap<String, Restarts>;
 /// Returns the record of a VM; empty if there is none, or if it cannot be read.
 #[must_use]
 pub fn read_record(rundir: &RunDir) -> RestartRecord {
-    let text = fs::read(rundir.helpers()).unwrap_or_default();
+    let text = rundir::read_record(&rundir.helpers()).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
@@ -173,9 +190,24 @@ pub fn write_record(rundir: &RunDir, record: &RestartRecord) -> io::Result<()> {
 /// When the run directory cannot be read.
 pub fn needed(rundir: &RunDir) -> io::Result<Vec<Helper>> {
     let Some(state) = State::read(rundir)? else { return Ok(Vec::new()) };
+    needed_in(rundir, &state)
+}
+
+/// Returns the helpers that a VM with this state needs now, and that do not hold their locks. `locks` is a table for many
+/// VMs. A helper that has just ended because it is no longer needed may be among them.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn without_lock(rundir: &RunDir, state: &State, locks: &FlockTable) -> io::Result<Vec<Helper>> {
+    let mut needed = needed_in(rundir, state)?;
+    needed.retain(|helper| !helper.holds_lock(rundir, locks));
+    Ok(needed)
+}
+
+fn needed_in(rundir: &RunDir, state: &State) -> io::Result<Vec<Helper>> {
     let mut needed = Vec::new();
-    if let Some(hardware) = disks::served_now(rundir)? {
-        needed.extend(disks::served(&hardware).map(|disk| Helper::Disk(disk.id.clone())));
+    if disks::need_servers(rundir, state)? {
+        needed.extend(disks::served(&state.hardware).map(|disk| Helper::Disk(disk.id.clone())));
     }
     if state.vmm.as_ref().is_some_and(Vmm::is_alive) {
         if rundir.fill().exists() {

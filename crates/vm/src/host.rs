@@ -174,15 +174,8 @@ impl Host {
         let is_root = rustix::process::geteuid().is_root();
         let config_path = config_path();
         let config = read_config(&config_path)?;
-        let default_root = if is_root {
-            Some("/run/rekindle".into())
-        } else {
-            path_from_env("XDG_RUNTIME_DIR").map(|runtime| runtime.join("rekindle"))
-        };
-        let root = match path_from_env("REKINDLE_RUN_DIR") {
-            Some(dir) => absolute(dir)?,
-            None => default_root.clone().ok_or(HostError::NoRunDir)?,
-        };
+        let default_root = default_root();
+        let root = run_root()?;
         make_private(&root).map_err(|source| HostError::RunDir { path: root.clone(), source })?;
         let log_dir = match path_from_env("REKINDLE_LOG_DIR").or(config.log_dir) {
             Some(dir) => absolute(dir)?,
@@ -368,6 +361,26 @@ impl Host {
 fn default_ram_size() -> u64 {
     let info = rustix::system::sysinfo();
     (info.totalram as u64 * u64::from(info.mem_unit)) / 4 * 3
+}
+
+/// Returns the directory that has the run directories of this user's VMs, for programs that only read: it need not exist,
+/// and may belong to another user.
+///
+/// # Errors
+/// [`HostError::NoRunDir`].
+pub fn run_root() -> Result<PathBuf, HostError> {
+    match path_from_env("REKINDLE_RUN_DIR") {
+        Some(dir) => absolute(dir),
+        None => default_root().ok_or(HostError::NoRunDir),
+    }
+}
+
+fn default_root() -> Option<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        Some("/run/rekindle".into())
+    } else {
+        path_from_env("XDG_RUNTIME_DIR").map(|runtime| runtime.join("rekindle"))
+    }
 }
 
 fn absolute(path: PathBuf) -> Result<PathBuf, HostError> {

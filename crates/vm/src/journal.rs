@@ -6,7 +6,7 @@
 
 pub use rekindle_libvirt::daemon::DaemonRecord;
 
-use crate::rundir::{RunDir, sync_directory, write_json};
+use crate::rundir::{RunDir, read_record, sync_directory, write_json};
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
@@ -395,7 +395,7 @@ impl Journal {
     /// When the file exists but cannot be read.
     pub fn read(rundir: &RunDir) -> io::Result<Option<Self>> {
         let path = path(rundir);
-        match fs::read(&path) {
+        match read_record(&path) {
             Ok(text) => {
                 let operation = serde_json::from_slice(&text)
                     .map_err(|e| io::Error::other(format!("{} cannot be understood: {e}", path.display())))?;

@@ -6,7 +6,7 @@
 //! | [`ServersLock`] | a process that starts or ends disk servers | a second server of a disk |
 //! | [`RunStateLock`] | a process that stops or resumes the guest | `cont` or `stop` by another process |
 
-use crate::rundir::RunDir;
+use crate::rundir::{RunDir, read_record};
 use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::process::Process;
 use rustix::fs::{FlockOperation, flock};
@@ -100,7 +100,7 @@ pub fn is_ours(rundir: &RunDir) -> bool {
 }
 
 fn read_holder(rundir: &RunDir) -> Option<LockHolder> {
-    serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()
+    serde_json::from_slice(&read_record(&rundir.file("lock")).ok()?).ok()
 }
 
 fn process_with_lock(path: &Path) -> Option<Process> {

@@ -16,14 +16,18 @@ mod log_links;
 use rekindle_kernel::lockfile;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::Directory;
+use rustix::fs::OFlags;
 use serde::Serialize;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Name of the directory, adjacent to the run directories, with the cached answers of QEMU binaries.
 pub const BINARY_CACHE: &str = ".binaries";
+
+/// Limit of a file that [`read_record`] reads.
+pub const MAX_RECORD_BYTES: u64 = 16 << 20;
 
 /// The run directory of one VM. It need not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -224,6 +228,44 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     sync_directory(path.parent().unwrap_or(Path::new("/")))
 }
 
+/// Replaces the file at `path` by `content`, without waiting for the disk: for records that may be lost in a crash of the
+/// host. A reader finds the old or the new content.
+///
+/// # Errors
+/// Errors of writing and renaming; the old content stays.
+pub fn replace_unsynced(path: &Path, content: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("new");
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    file.write_all(content).and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| {
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+/// Reads a file of a run directory. Other programs of the VM's user may have replaced it: a link, a pipe or a file of more
+/// than [`MAX_RECORD_BYTES`] is an error.
+///
+/// # Errors
+/// Errors of `open(2)` and `read(2)`; `InvalidData` for a file that cannot be a record.
+pub fn read_record(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    open_record(path)?.take(MAX_RECORD_BYTES + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > MAX_RECORD_BYTES { Err(not_a_record(path, "too long")) } else { Ok(content) }
+}
+
+/// Opens a file of a run directory for reading, as [`read_record`] does. Never blocks.
+///
+/// # Errors
+/// Errors of `open(2)`; `InvalidData` for a file that is not a regular one.
+pub fn open_record(path: &Path) -> io::Result<File> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(not_a_record(path, "not a regular file")) }
+}
+
+fn not_a_record(path: &Path, why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{} is {why}", path.display()))
+}
+
 /// Takes a removal or rename of a missing file for success.
 pub fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     match result {
@@ -253,6 +295,23 @@ mod tests {
         fs::create_dir(path.with_extension("new")).unwrap();
         assert!(write_json(&path, &2).is_err());
         assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
+    }
+
+    #[test]
+    fn what_is_not_a_record_is_not_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        replace_unsynced(&path("record.json"), b"{}").unwrap();
+        replace_unsynced(&path("record.json"), b"[]").unwrap();
+        assert_eq!(read_record(&path("record.json")).unwrap(), b"[]");
+        std::os::unix::fs::symlink("record.json", path("link")).unwrap();
+        assert!(read_record(&path("link")).is_err());
+        File::create(path("long")).unwrap().set_len(MAX_RECORD_BYTES + 1).unwrap();
+        assert_eq!(read_record(&path("long")).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        // Opening a pipe without a writer would block.
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, path("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        assert_eq!(read_record(&path("pipe")).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
     #[test]

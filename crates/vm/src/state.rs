@@ -1,14 +1,13 @@
 //! The state of a VM: `state.json`.
 
 use crate::definition::Definition;
-use crate::rundir::{RunDir, write_json};
+use crate::rundir::{RunDir, read_record, write_json};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_qemu::qmp::Version;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 
@@ -117,7 +116,7 @@ impl State {
     /// When the file exists but cannot be read, or was written by a newer Rekindle.
     pub fn read(rundir: &RunDir) -> io::Result<Option<Self>> {
         let path = path(rundir);
-        let text = match fs::read(&path) {
+        let text = match read_record(&path) {
             Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(io::Error::new(e.kind(), format!("{}: {e}", path.display()))),
@@ -168,6 +167,7 @@ fn path(rundir: &RunDir) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn a_newer_format_is_named_and_nonsense_too() {

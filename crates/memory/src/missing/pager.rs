@@ -352,6 +352,18 @@ impl Pager {
         Progress { left: self.blocks.iter().map(PagedBlock::missing_pages).sum(), ..self.progress }
     }
 
+    /// Returns the bytes of all blocks that this pager fills.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.pages() * block.page_bytes).sum()
+    }
+
+    /// Returns the bytes of pages that are still missing.
+    #[must_use]
+    pub fn missing_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.missing_pages() * block.page_bytes).sum()
+    }
+
     /// Removes pages from the missing ones that are present, or that are no longer registered (given back).
     fn mark_present(&mut self, ram: &GuestRam) -> Result<(), PagerError> {
         let registered = remote::registered(self.process, Mode::MISSING);

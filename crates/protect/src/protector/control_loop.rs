@@ -13,6 +13,7 @@
 
 use super::series::CheckpointSeries;
 use super::{DiskPolicy, ProtectSettings, StopReason, Summary};
+use crate::counters::CounterFile;
 use crate::error::{CheckpointError, ProtectError, TrackingStartError};
 use crate::event::{CheckpointReport, ProtectEvent};
 use crate::pause::PauseError;
@@ -59,6 +60,8 @@ pub(super) struct ControlLoop<'a> {
     stop: &'a AtomicBool,
     on_event: &'a mut dyn FnMut(&ProtectEvent),
     series: CheckpointSeries<'a>,
+    /// What is recorded for `rekindle metrics`.
+    counters: CounterFile,
     /// Number of checkpoints that were taken.
     taken: u64,
     newest: Option<u64>,
@@ -89,6 +92,7 @@ impl<'a> ControlLoop<'a> {
         stop: &'a AtomicBool,
         on_event: &'a mut dyn FnMut(&ProtectEvent),
         series: CheckpointSeries<'a>,
+        counters: CounterFile,
     ) -> Self {
         Self {
             host,
@@ -96,6 +100,7 @@ impl<'a> ControlLoop<'a> {
             stop,
             on_event,
             series,
+            counters,
             taken: 0,
             newest: None,
             newest_started: Instant::now(),
@@ -286,6 +291,7 @@ impl<'a> ControlLoop<'a> {
 
     fn after_store_failure(&mut self, target: &Target, error: StoreError) -> Result<LoopStep, ProtectError> {
         if error.may_pass() {
+            self.counters.note_store_failure();
             self.report_store_failure(with_causes(&error));
             if matches!(error, StoreError::Closed { .. }) {
                 self.series.close_writer();
@@ -354,6 +360,7 @@ impl<'a> ControlLoop<'a> {
     }
 
     fn report(&mut self, event: &ProtectEvent) {
+        self.counters.note(event);
         (self.on_event)(event);
     }
 
@@ -386,12 +393,13 @@ impl<'a> ControlLoop<'a> {
     }
 
     /// Sleeps for `time`, or until `wake` returns true. Returns whether a stop was requested.
-    fn sleep(&self, time: Duration, wake: impl Fn() -> bool) -> bool {
+    fn sleep(&mut self, time: Duration, wake: impl Fn() -> bool) -> bool {
         let end = Instant::now() + time;
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return true;
             }
+            self.counters.write_if_due();
             let remaining = end.saturating_duration_since(Instant::now());
             if remaining.is_zero() || wake() {
                 return false;

@@ -15,6 +15,7 @@ pub use crate::error::ProtectError;
 pub use crate::plan::DiskPolicy;
 pub(crate) use series::CheckpointSeries;
 
+use crate::counters::CounterFile;
 use crate::event::ProtectEvent;
 use crate::policy::Policy;
 use crate::recipe::permission;
@@ -115,7 +116,8 @@ pub fn protect(
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(host, &target, settings, &format!("protect {name}"), protection)?;
-    ControlLoop::new(host, settings, stop, on_event, series).run(target)
+    let counters = CounterFile::new(target.rundir(), &settings.store, settings.every, settings.max_lag);
+    ControlLoop::new(host, settings, stop, on_event, series, counters).run(target)
 }
 
 /// Rejects guests whose RAM cannot be write-protected (DAX).

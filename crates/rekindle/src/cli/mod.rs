@@ -20,7 +20,7 @@ pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
 pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
 pub use settings::Settings;
 pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
-pub use tools::{Completions, Doctor, Man, Monitor, Probe};
+pub use tools::{Completions, Doctor, Man, Metrics, Monitor, Probe};
 pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
 
 use crate::output::Usage;
@@ -52,6 +52,7 @@ const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["migrate"], "move"),
     (&["backup", "checkpoint", "snapshot"], "protect"),
     (&["upgrade"], "replace-qemu"),
+    (&["exporter", "prometheus"], "metrics"),
     (&["suspend"], "host suspend"),
     (&["resume"], "host resume"),
     (&["reboot-host"], "reboot host"),
@@ -334,6 +335,22 @@ Examples:
   rekindle monitor --out samples.jsonl
   rekindle monitor web --service web=http://10.0.0.2/ --every 10s")]
     Monitor(Monitor),
+    /// Serve metrics of this host's guests to Prometheus over HTTP, until interrupted.
+    ///
+    /// It reads files and /proc only: no guest, QEMU or helper notices it. docs/metrics.md has the metrics and the alert
+    /// rules.
+    ///
+    /// Needs: the right to read the run directories. An ordinary user serves the figures of its own VMs; root those of
+    /// root's VMs and of libvirt's domains.
+    ///
+    /// On success: http://127.0.0.1:19750/metrics has the figures at the time of each request.
+    ///
+    /// On failure: the address cannot be used.
+    #[command(after_help = "\
+Examples:
+  rekindle metrics
+  rekindle metrics --listen 192.0.2.1:19750")]
+    Metrics(Metrics),
     /// Check this host for problems and suggest fixes.
     #[command(after_help = "\
 Examples:

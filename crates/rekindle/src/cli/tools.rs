@@ -1,7 +1,8 @@
-//! Arguments of `rekindle probe`, `monitor`, `doctor`, `completions` and `man`.
+//! Arguments of `rekindle probe`, `monitor`, `metrics`, `doctor`, `completions` and `man`.
 
 use clap::Args;
 use rekindle_vm::definition::{Name, Span};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 #[derive(Debug, Args)]
@@ -53,6 +54,14 @@ pub struct Monitor {
     /// Connect to services from inside this network namespace.
     #[arg(long, value_name = "NAME")]
     pub netns: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Metrics {
+    /// The address and port at which to answer scrapes. There is no authentication: use a loopback address, or a network
+    /// that only your monitoring can reach.
+    #[arg(long, env = "REKINDLE_METRICS_LISTEN", default_value = "127.0.0.1:19750", value_name = "ADDRESS:PORT")]
+    pub listen: SocketAddr,
 }
 
 #[derive(Debug, Args)]

@@ -52,6 +52,7 @@ const FILES: &[Entry] = &[
     entry("/var/lib/rekindle/stores", "What this host knows of the stores of its VMs.", STORE_USERS),
 ];
 const ENVIRONMENT: &[Entry] = &[
+    entry("REKINDLE_METRICS_LISTEN", "Address and port, if --listen does not give them.", &["metrics"]),
     entry("REKINDLE_RUN_DIR", "Directory of the run directories.", &[]),
     entry("REKINDLE_LOG_DIR", "Directory of the logs.", &[]),
     entry("REKINDLE_HOST_CONFIG", "File to use in place of /etc/rekindle/host.toml.", &[]),

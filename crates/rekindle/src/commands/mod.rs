@@ -21,6 +21,7 @@ pub mod helpers;
 pub mod host;
 mod install_service;
 mod man_pages;
+pub mod metrics;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;

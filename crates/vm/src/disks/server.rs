@@ -1,9 +1,10 @@
 //! The process that serves one disk: its files, its start, its end.
 
 use super::DisksError;
-use crate::rundir::RunDir;
+use crate::rundir::{RunDir, open_record};
 use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::engine::command::Status;
+use rekindle_kernel::file::is_locked;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
@@ -90,6 +91,12 @@ pub fn server(rundir: &RunDir, id: &str) -> Option<Process> {
     };
     let pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get();
     Process::of(u32::try_from(pid).ok()?).ok().filter(Process::is_alive)
+}
+
+/// Returns whether a process holds the lock of a disk's server. Unlike [`server`], this connects to no process.
+#[must_use]
+pub fn is_served(rundir: &RunDir, id: &str) -> bool {
+    open_record(&lock_file(rundir, id)).and_then(|file| is_locked(&file, 0)).unwrap_or(false)
 }
 
 /// Rejects a disk whose server runs and does not answer. A server that is ending is waited for, one that is stopped is not.

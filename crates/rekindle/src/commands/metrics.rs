@@ -1,0 +1,22 @@
+//! `rekindle metrics`: serves figures of this host's guests to Prometheus.
+
+use crate::cli::Metrics;
+use crate::output::Output;
+use anyhow::{Context, Result};
+use rekindle_libvirt::status_file::SYSTEM_DIRECTORY;
+use rekindle_metrics::collect::Collector;
+use rekindle_metrics::server::{PATH, Server};
+use rekindle_vm::host;
+use std::process::ExitCode;
+
+pub fn metrics(output: &Output, arguments: &Metrics) -> Result<ExitCode> {
+    let root = host::run_root()?;
+    let listen = arguments.listen;
+    let server = Server::bind(listen)
+        .with_context(|| format!("cannot listen at {listen}; is it in use? Another address: --listen ADDRESS:PORT"))?;
+    let address = server.address()?;
+    let url = format!("http://{address}{PATH}");
+    output.result(&serde_json::json!({"url": url}), format!("serving {url} for the VMs in {}", root.display()))?;
+    // A signal ends the process: it has nothing to save.
+    match server.run(Collector::new(root, SYSTEM_DIRECTORY.into(), env!("CARGO_PKG_VERSION")))? {}
+}
