@@ -123,7 +123,7 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
         space=Workspace(binary=tmp_path, work=tmp_path, disk=tmp_path, namespaces=("ns",)),
     )
     env.record_loss(guest, "it did not return")
-    assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
+    assert calls == [("reboot", "mute", "--how", "cold"), "ready"]
     assert env.errors == ["it did not return"]
 
 

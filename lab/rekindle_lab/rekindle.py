@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VMM_WAYS = ("warm", "saved", "cold")
-"""Values of `--how` of `rekindle reboot vmm`."""
+"""Values of `--how` of `rekindle replace-qemu`."""
 OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
-"""Values of `--how` of `rekindle reboot os`."""
+"""Values of `--how` of `rekindle reboot`."""
 COMMAND_DEADLINE_S = 900.0
 """Deadline for a command: long, since without KVM a boot can take minutes."""
 MAX_ERROR_CHARS = 2000
@@ -108,7 +108,7 @@ class Rekindle:
 
     def reboot(self, names: Sequence[str], how: str, *options: str) -> dict[str, Any]:
         """Replaces the VMMs of several VMs in parallel."""
-        return self.call("reboot", "vmm", *names, "--how", how, *options)
+        return self.call("replace-qemu", *names, "--how", how, *options)
 
     @contextmanager
     def probes(

@@ -61,12 +61,12 @@ def test_warm_timers_are_independent_and_cold_ones_coupled():
         return files[f"rekindle-plan-{name}.service"].splitlines()[-1].partition("rekindle-renew ")[2]
 
     phase = host_plan().vmm_phase_s
-    command = "-- /usr/bin/rekindle reboot vmm"
+    command = "-- /usr/bin/rekindle replace-qemu"
     assert renew_arguments("vmm-front-1") == f"vmm-front-1 {vmm_interval_s} {phase} {command} front-1 --how warm"
     assert renew_arguments("vmm-gpu") == f"vmm-gpu {vmm_interval_s} {phase} os-gpu {command} gpu --how cold"
     assert renew_arguments("os-gpu").startswith(f"os-gpu {os_interval_s} - -- ")
     assert renew_arguments("os-front-1").startswith(f"os-front-1 {os_interval_s} 18")  # a phase near START_UNIX_S
-    assert "reboot os front-1 --how cold" in renew_arguments("os-front-1")
+    assert "reboot front-1 --how cold" in renew_arguments("os-front-1")
 
 
 def test_every_unit_has_a_time_limit():
@@ -94,10 +94,10 @@ def host(*ways):
 @pytest.mark.parametrize(
     ("ways", "command"),
     [
-        (("warm", "warm"), "host 100 0 -- /usr/bin/rekindle reboot host --how warm"),
-        (("warm", "cold"), "host 100 0 os-vm1 -- /usr/bin/rekindle reboot host --how warm --others cold"),
-        (("saved", "warm"), "host 100 0 -- /usr/bin/rekindle reboot host --how warm --others saved"),
-        (("saved",), "host 100 0 -- /usr/bin/rekindle reboot host --how saved"),
+        (("warm", "warm"), "host 100 0 -- /usr/bin/rekindle reboot-host --how warm"),
+        (("warm", "cold"), "host 100 0 os-vm1 -- /usr/bin/rekindle reboot-host --how warm --others cold"),
+        (("saved", "warm"), "host 100 0 -- /usr/bin/rekindle reboot-host --how warm --others saved"),
+        (("saved",), "host 100 0 -- /usr/bin/rekindle reboot-host --how saved"),
     ],
 )
 def test_a_hosts_reboot_treats_vms_that_cannot_be_kept_as_planned(ways, command):
@@ -201,7 +201,7 @@ def test_a_failed_renewal_is_tried_again_after_an_hour_and_not_at_each_check(tmp
 def test_a_renewal_that_reboots_the_host_sets_its_stamps(tmp_path):
     renewals = Renewals(tmp_path)
     renewals.check(1000, 1000, 2000, "os")
-    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does after a request of `rekindle reboot host` to reboot
+    renewals.does("kill -TERM $PPID; exit 0")  # as systemd does after a request of `rekindle reboot-host` to reboot
     assert renewals.check(2000, 1000, 2000, "os") == (True, 0)
     assert {name: int((tmp_path / "stamps" / name).stat().st_mtime) for name in ("x", "os")} == {"x": 2000, "os": 2000}
     assert not (tmp_path / "stamps" / ".x.tried").exists()

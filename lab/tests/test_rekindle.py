@@ -27,13 +27,13 @@ def test_the_json_is_the_last_line(tmp_path):
     )
     assert rekindle.reboot(["a", "b"], "warm") == {
         "run": str(tmp_path / "run"),
-        "given": "reboot vmm a b --how warm --json",
+        "given": "replace-qemu a b --how warm --json",
     }
 
 
 def test_a_failure_has_command_status_and_reason(tmp_path):
     rekindle = fake_rekindle(tmp_path, "echo 'no such VM' >&2; exit 1")
-    with pytest.raises(RekindleError, match=r"reboot vmm a --how warm: exit status 1: no such VM"):
+    with pytest.raises(RekindleError, match=r"replace-qemu a --how warm: exit status 1: no such VM"):
         rekindle.reboot(["a"], "warm")
 
 

@@ -282,7 +282,7 @@ def boot_again(subject: Subject, generation: int, row: Row) -> str:
         subject.rekindle.call("recover", subject.guest.name)
         return "recover"
     try:
-        subject.rekindle.call("reboot", "os", subject.guest.name, "--how", "warm-cache")
+        subject.rekindle.call("reboot", subject.guest.name, "--how", "warm-cache")
     except RekindleError as error:
         # The guest may have ended meanwhile.
         row.note = f"{row.note} {error}".strip()[:300]

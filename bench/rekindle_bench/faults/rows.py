@@ -32,7 +32,7 @@ class Row:
     outcome: str = ""
     """State of the guest before its reboot: one of `OUTCOMES`."""
     way: str = ""
-    """Way of the reboot: `watch` (automatically), `host` (`rekindle reboot os`), `recover`."""
+    """Way of the reboot: `watch` (automatically), `host` (`rekindle reboot`), `recover`."""
     oops: int = 0
     """1 if the guest's kernel has reported an error on the console, else 0."""
     kept: int | None = None

@@ -65,7 +65,7 @@ class DirectRekindle(Rekindle):
             ).returncode
 
     def write_plan(self, names: Sequence[str], token: str) -> None:
-        """Writes the plan that `rekindle reboot host` leaves for `rekindle host suspend --planned`.
+        """Writes the plan that `rekindle reboot-host` leaves for `rekindle host suspend --planned`.
 
         The suspend record gets the plan's `token`.
         """

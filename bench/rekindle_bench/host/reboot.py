@@ -51,7 +51,7 @@ def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str,
     targets = [(f"tcp://{guest.address}:7", host.netns) for guest in guests]
     with rekindle.probes(targets, "--timeout", "500ms", "--interval", "500ms", every=EVERY) as probes:
         rebooted = Rebooted(how, now_us())
-        host.ask(f"rekindle reboot host --how {how}")
+        host.ask(f"rekindle reboot-host --how {how}")
         if fault:
             wait_active(host, before)
         else:

@@ -58,7 +58,7 @@ class OsEnvironment(Environment):
         """Records a reboot that left the guest unusable, and boots the guest."""
         self.errors.append(what)
         self.log(what)
-        self.rekindle.call("reboot", "os", guest.name, "--how", "cold")
+        self.rekindle.call("reboot", guest.name, "--how", "cold")
         guest.wait_ready()
         if guest.phases:
             self.wait_saved(guest)
@@ -82,7 +82,7 @@ class OsEnvironment(Environment):
             time.sleep(SETTLE_S)
             firmware = stack.enter_context(Firmware(guest.firmware)) if boots_from_start and guest.firmware else None
             began_us, began = time.time_ns() // 1000, time.monotonic()
-            result = self.rekindle.call("reboot", "os", guest.name, *words)
+            result = self.rekindle.call("reboot", guest.name, *words)
             row.command_us = int((time.monotonic() - began) * 1e6)
             try:
                 client.wait(10, after_host_us=max(began_us, result["resume_host_us"]))

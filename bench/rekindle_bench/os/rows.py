@@ -72,7 +72,7 @@ class Row:
     """How long a candidate or a save was loaded, in microseconds; `None` for a boot. For a phase from the command until
     the guest ran, without the end of the previous guest; for a peer from the start of its QEMU."""
     command_us: int | None = None
-    """Duration of the command `rekindle reboot os`, in microseconds; `None` for a peer."""
+    """Duration of the command `rekindle reboot`, in microseconds; `None` for a peer."""
     candidate: str = ""
     """Candidate from which the guest resumed: `kernel` or `services`; empty for other ways."""
     ended: str = ""

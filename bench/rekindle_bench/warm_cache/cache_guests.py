@@ -162,7 +162,7 @@ class CacheEnvironment(Environment):
 
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
         """Reboots the guest and waits until all of its services answer again."""
-        report = self.rekindle.call("reboot", "os", guest.name, "--how", how)
+        report = self.rekindle.call("reboot", guest.name, "--how", how)
         guest.wait_ready()
         guest.mount()
         return report

@@ -47,7 +47,7 @@ pub fn start(
             && let Err(e) = reconnect_disks(host, name.as_str())
         {
             let why = with_causes(&e);
-            tracing::error!("{name} runs, but without its disks: {why}; run: rekindle reboot vmm {name}");
+            tracing::error!("{name} runs, but without its disks: {why}; run: rekindle replace-qemu {name}");
         }
     })
 }

@@ -8,7 +8,7 @@ mod output;
 mod progress;
 
 use anyhow::Result;
-use cli::{Command, Disk, Reboot, Store};
+use cli::{Command, Disk, PreviousName, Reboot, Store};
 use output::Output;
 use rekindle_kernel::descriptor_limit;
 use std::process::ExitCode;
@@ -42,6 +42,7 @@ fn check_descriptor_limit(command: &Command) -> Result<()> {
             | C::Detach(_)
             | C::ReplaceQemu(_)
             | C::Reboot(_)
+            | C::RebootHost(_)
             | C::Host(_)
             | C::Watch(_)
             | C::Phases(_)
@@ -63,17 +64,18 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
     match command {
         Command::Run(arguments) => commands::run::run(output, arguments),
         Command::Ls => commands::show::list(output),
-        Command::Status => commands::status::status(output),
+        Command::Status(arguments) => commands::status::status(output, &arguments),
+        Command::Validate(arguments) => commands::validate::validate(output, &arguments),
+        Command::Pause(arguments) => commands::pause::pause(output, &arguments),
+        Command::Resume(arguments) => commands::pause::resume(output, &arguments),
         Command::Show(arguments) => commands::show::show(output, &arguments),
         Command::Console(arguments) => commands::console::console(&arguments),
         Command::Stop(arguments) => commands::stop::stop(output, &arguments),
         Command::Attach(arguments) => commands::attach::attach(output, arguments),
         Command::Detach(arguments) => commands::attach::detach(output, &arguments),
-        Command::ReplaceQemu(arguments) | Command::Reboot(Reboot::Vmm(arguments)) => {
-            commands::reboot_vmm::reboot_vmm(output, &arguments)
-        }
-        Command::Reboot(Reboot::Os(arguments)) => commands::reboot_os::reboot_os(output, &arguments),
-        Command::Reboot(Reboot::Host(arguments)) => commands::host::reboot(output, &arguments),
+        Command::ReplaceQemu(arguments) => commands::reboot_vmm::reboot_vmm(output, &arguments),
+        Command::Reboot(arguments) => reboot(output, arguments),
+        Command::RebootHost(arguments) => commands::host::reboot(output, &arguments),
         Command::Host(command) => commands::host::run(output, &command),
         Command::Watch(arguments) => commands::helpers::watch(&arguments),
         Command::Phases(arguments) => commands::helpers::phases(&arguments),
@@ -98,7 +100,19 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
         Command::Monitor(arguments) => commands::monitor::monitor(output, &arguments),
         Command::Metrics(arguments) => commands::metrics::metrics(output, &arguments),
         Command::Doctor(arguments) => commands::doctor::doctor(output, &arguments),
+        Command::Names => commands::generate::names(output),
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),
+    }
+}
+
+fn reboot(output: &Output, arguments: Reboot) -> Result<ExitCode> {
+    match (arguments.previous_name, arguments.guest) {
+        (Some(PreviousName::Vmm(arguments)), _) => commands::reboot_vmm::reboot_vmm(output, &arguments),
+        (Some(PreviousName::Host(arguments)), _) => commands::host::reboot(output, &arguments),
+        (Some(PreviousName::Os(arguments)), _) | (None, Some(arguments)) => {
+            commands::reboot_os::reboot_os(output, &arguments)
+        }
+        (None, None) => Err(output::Usage("reboot: name the VM: rekindle reboot NAME".into()).into()),
     }
 }

@@ -73,7 +73,17 @@ pub fn chain(error: &dyn std::error::Error) -> String {
             descriptor_limit::current()
         );
     }
+    if is_without_credentials(&text) {
+        text += "\n  remedy: no credentials for the object store were found: set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and \
+                 AWS_ENDPOINT_URL, or name a file with them: --environment-file";
+    }
     text
+}
+
+/// Returns whether the object store's client requested credentials from the metadata service of a cloud, which it does if
+/// it has none, and failed.
+fn is_without_credentials(text: &str) -> bool {
+    text.contains("http://169.254.169.254/")
 }
 
 /// Returns whether a call failed with `EMFILE`, in this process or in a QEMU whose log the error quotes.
@@ -186,6 +196,13 @@ mod tests {
             [Errno::MFILE, Errno::NFILE, Errno::NOENT].map(|errno| named(errno.raw_os_error())),
             [true, false, false]
         );
+    }
+
+    #[test]
+    fn an_object_store_without_credentials_names_the_variables() {
+        let message = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 7.8ms";
+        assert!(chain(&io::Error::other(message)).contains("AWS_ACCESS_KEY_ID"));
+        assert!(!chain(&io::Error::other("Generic S3 error: Access denied")).contains("AWS_ACCESS_KEY_ID"));
     }
 
     #[test]

@@ -137,7 +137,7 @@ fn check_sandboxes(binary: &Path) -> Finding {
         return finding(CHECK, Level::Good, "each QEMU of Rekindle's VMs has a system call filter", "");
     }
     let observation = format!("QEMU has no system call filter (seccomp): {}", unfiltered.join(", "));
-    let hint = "remove -sandbox from qemu_args, or use a QEMU with seccomp; then run: rekindle reboot vmm NAME";
+    let hint = "remove -sandbox from qemu_args, or use a QEMU with seccomp; then run: rekindle replace-qemu NAME";
     finding(CHECK, Level::Limited, observation, hint)
 }
 
@@ -162,7 +162,7 @@ fn check_users() -> Finding {
         }
         Ok((qemus, _)) => {
             let observation = format!("QEMU runs as root: {}", qemus.join("; "));
-            let hint = "without a reason: check host.toml (qemu_own_user, qemu_as_root), then run: rekindle reboot vmm NAME; otherwise see \
+            let hint = "without a reason: check host.toml (qemu_own_user, qemu_as_root), then run: rekindle replace-qemu NAME; otherwise see \
                         The user of a VM in docs/run-directory.md";
             finding(CHECK, Level::Limited, observation, hint)
         }

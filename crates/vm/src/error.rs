@@ -16,7 +16,7 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 pub enum LifeError {
     /// There is no VM of this name.
-    #[error("there is no VM {name}; `rekindle ls` lists them")]
+    #[error("there is no VM {name}; `rekindle status` lists them")]
     Unknown {
         /// Name of the VM.
         name: String,

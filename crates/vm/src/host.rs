@@ -157,6 +157,29 @@ pub fn protect_settings_file(name: &Name) -> Option<PathBuf> {
     Some(directory?.join("protect").join(format!("{name}.toml")))
 }
 
+/// Checks a file with the host's configuration.
+///
+/// # Errors
+/// [`HostError::Config`], also when the file is missing.
+pub fn check_config(path: &Path) -> Result<(), HostError> {
+    let invalid = |message| HostError::Config { path: path.to_owned(), message };
+    fs::metadata(path).map_err(|e| invalid(e.to_string()))?;
+    let config = read_config(path)?;
+    check_log_limit(path, &config)?;
+    RestoreRules::new(path.to_owned(), config.restore).map(drop).map_err(invalid)
+}
+
+/// Returns the length in bytes above which a log is rotated.
+fn check_log_limit(path: &Path, config: &Config) -> Result<u64, HostError> {
+    match config.log_limit.map_or(logs::DEFAULT_LIMIT_BYTES, Bytes::as_u64) {
+        limit if limit < logs::MIN_LIMIT_BYTES => {
+            let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
+            Err(HostError::Config { path: path.to_owned(), message })
+        }
+        limit => Ok(limit),
+    }
+}
+
 /// Returns whether disk servers and pagers confine themselves. Only `confine_helpers` in `host.toml` turns it off.
 ///
 /// # Errors
@@ -174,6 +197,7 @@ impl Host {
         let is_root = rustix::process::geteuid().is_root();
         let config_path = config_path();
         let config = read_config(&config_path)?;
+        let log_limit = check_log_limit(&config_path, &config)?;
         let default_root = default_root();
         let root = run_root()?;
         make_private(&root).map_err(|source| HostError::RunDir { path: root.clone(), source })?;
@@ -183,11 +207,6 @@ impl Host {
             None if is_root => "/var/log/rekindle".into(),
             None => user_state_dir(&root).join("log"),
         };
-        let log_limit = config.log_limit.map_or(logs::DEFAULT_LIMIT_BYTES, Bytes::as_u64);
-        if log_limit < logs::MIN_LIMIT_BYTES {
-            let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
-            return Err(HostError::Config { path: config_path, message });
-        }
         let tmpfs_bytes = config.ram_size.map_or_else(default_ram_size, Bytes::as_u64);
         let ram = match config.ram_dir {
             Some(path) => RamLocation::Named(path),
@@ -410,6 +429,10 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     };
     DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| match e.kind() {
         io::ErrorKind::PermissionDenied => denied("permission denied".into(), "its owner, usually root (sudo)"),
+        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => io::Error::new(
+            e.kind(),
+            "a file is in its place; remove it, or set REKINDLE_RUN_DIR to a directory on a tmpfs",
+        ),
         _ => e,
     })?;
     let owner = std::os::unix::fs::MetadataExt::uid(&fs::metadata(path)?);
@@ -421,10 +444,18 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Adds what to write to an error in which serde only names the type.
+fn with_remedy(message: String) -> String {
+    match message.contains("expected a string") {
+        true => message.trim_end().to_owned() + "; write the value in quotes, a size with its unit: \"512M\"",
+        false => message,
+    }
+}
+
 fn read_config(path: &Path) -> Result<Config, HostError> {
     let invalid = |message: String| HostError::Config { path: path.to_owned(), message };
     match fs::read_to_string(path) {
-        Ok(text) => toml::from_str(&text).map_err(|e| invalid(e.to_string())),
+        Ok(text) => toml::from_str(&text).map_err(|e| invalid(with_remedy(e.to_string()))),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
         Err(e) => Err(invalid(e.to_string())),
     }

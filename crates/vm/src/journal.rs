@@ -34,23 +34,23 @@ pub enum Kind {
     Move,
     /// `rekindle stop`.
     Stop,
-    /// `rekindle reboot vmm --how warm`.
+    /// `rekindle replace-qemu --how warm`.
     VmmWarm,
-    /// `rekindle reboot vmm --how saved`.
+    /// `rekindle replace-qemu --how saved`.
     VmmSaved,
-    /// `rekindle reboot vmm --how cold`.
+    /// `rekindle replace-qemu --how cold`.
     VmmCold,
     /// `rekindle replace-qemu`, for a domain of libvirt.
     LibvirtReplace,
     /// `rekindle replace-qemu`, for a QEMU that is known by its QMP socket.
     BareReplace,
-    /// `rekindle reboot os --how cold`.
+    /// `rekindle reboot --how cold`.
     OsCold,
-    /// `rekindle reboot os --how warm-cache`.
+    /// `rekindle reboot --how warm-cache`.
     OsWarmCache,
-    /// `rekindle reboot os --how kexec`: the guest stays in the same QEMU.
+    /// `rekindle reboot --how kexec`: the guest stays in the same QEMU.
     OsKexec,
-    /// `rekindle reboot os --how phase`.
+    /// `rekindle reboot --how phase`.
     OsPhase,
     /// `rekindle host suspend --how warm`, and its `resume`: the RAM stays in place.
     HostWarm,
@@ -69,14 +69,14 @@ impl fmt::Display for Kind {
             Self::LibvirtRestore => "restore --into-libvirt",
             Self::Move => "move",
             Self::Stop => "stop",
-            Self::VmmWarm => "reboot vmm --how warm",
-            Self::VmmSaved => "reboot vmm --how saved",
-            Self::VmmCold => "reboot vmm --how cold",
+            Self::VmmWarm => "replace-qemu --how warm",
+            Self::VmmSaved => "replace-qemu --how saved",
+            Self::VmmCold => "replace-qemu --how cold",
             Self::LibvirtReplace | Self::BareReplace => "replace-qemu",
-            Self::OsCold => "reboot os --how cold",
-            Self::OsWarmCache => "reboot os --how warm-cache",
-            Self::OsKexec => "reboot os --how kexec",
-            Self::OsPhase => "reboot os --how phase",
+            Self::OsCold => "reboot --how cold",
+            Self::OsWarmCache => "reboot --how warm-cache",
+            Self::OsKexec => "reboot --how kexec",
+            Self::OsPhase => "reboot --how phase",
             Self::HostWarm => "host suspend --how warm",
             Self::HostSaved => "host suspend --how saved",
             Self::HostCold => "host suspend --how cold",

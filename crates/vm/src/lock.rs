@@ -276,10 +276,10 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let first = OperationLock::acquire(&rundir, "reboot vmm --how warm").unwrap();
+        let first = OperationLock::acquire(&rundir, "replace-qemu --how warm").unwrap();
         let e = OperationLock::acquire(&rundir, "stop").unwrap_err().to_string();
-        assert!(e.contains("reboot vmm --how warm") && e.contains(&std::process::id().to_string()), "{e}");
-        assert_eq!(running_operation(&rundir).as_deref(), Some("reboot vmm --how warm"));
+        assert!(e.contains("replace-qemu --how warm") && e.contains(&std::process::id().to_string()), "{e}");
+        assert_eq!(running_operation(&rundir).as_deref(), Some("replace-qemu --how warm"));
         drop(first);
         assert_eq!(running_operation(&rundir), None);
         OperationLock::acquire(&rundir, "stop").unwrap();

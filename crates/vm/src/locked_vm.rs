@@ -139,14 +139,14 @@ mod tests {
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
         let lock = OperationLock::acquire(&rundir, "stop").unwrap();
-        let e = LockedVm::lock_after_phase_save(&host, "web", "reboot os").unwrap_err().to_string();
+        let e = LockedVm::lock_after_phase_save(&host, "web", "reboot").unwrap_err().to_string();
         assert!(e.contains("`stop`") && !e.contains("not done within"), "{e}");
         drop(lock);
         let lock = OperationLock::acquire(&rundir, phases::SAVING).unwrap();
-        let e = LockedVm::lock_within(&host, "web", "reboot os", Duration::from_millis(20)).unwrap_err().to_string();
+        let e = LockedVm::lock_within(&host, "web", "reboot", Duration::from_millis(20)).unwrap_err().to_string();
         assert!(e.contains("saving a phase") && e.contains("was not done within 0 s"), "{e}");
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| LockedVm::lock_after_phase_save(&host, "web", "reboot os").map(drop));
+            let waiting = scope.spawn(|| LockedVm::lock_after_phase_save(&host, "web", "reboot").map(drop));
             drop(lock);
             // The lock is free, so the next error is that there is no VM.
             assert!(matches!(waiting.join().unwrap(), Err(LifeError::Unknown { .. })));

@@ -1,4 +1,4 @@
-//! The status of a VM, as `rekindle ls` and `rekindle show` print it.
+//! The status of a VM, as `rekindle status` and `rekindle show` print it.
 
 use crate::helpers;
 use crate::journal::{Journal, Kind, Step};

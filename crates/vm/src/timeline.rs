@@ -48,7 +48,7 @@ impl std::fmt::Display for Phase {
 pub struct Entry {
     /// Name of the VM.
     pub vm: String,
-    /// The operation, e.g. `reboot vmm --how warm`.
+    /// The operation, e.g. `replace-qemu --how warm`.
     pub operation: String,
     /// Phase of the operation.
     pub phase: Phase,
@@ -186,7 +186,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let mut recorder = Recorder::new("web", "reboot os --how warm-cache");
+        let mut recorder = Recorder::new("web", "reboot --how warm-cache");
         (0..200).for_each(|_| recorder.step("a step of a guest that reboots itself"));
         (0..100).for_each(|_| recorder.write(&rundir));
         let files = fs::read_dir(rundir.path()).unwrap();
@@ -200,7 +200,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let mut recorder = Recorder::new("web", "reboot vmm --how warm");
+        let mut recorder = Recorder::new("web", "replace-qemu --how warm");
         recorder.step("spawn");
         recorder.step("wait");
         recorder.phase(Phase::Suspend);

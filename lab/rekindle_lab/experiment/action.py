@@ -25,7 +25,7 @@ def reboot(
 ) -> None:
     """Reboots, and adds the responses to `measured`."""
     how = ["--how", settings["how"]] if "how" in settings else []
-    command = ["reboot", settings["reboot"], NAME, *how, *settings.get("options", [])]
+    command = [{"os": "reboot", "vmm": "replace-qemu"}[settings["reboot"]], NAME, *how, *settings.get("options", [])]
     if settings["reboot"] == "vmm":
         _reboot_vmm(rekindle, guest, guest_spec, command, measured)
     else:

@@ -3,11 +3,11 @@
 - `vmm`: the JSON of `make bench TOPIC=vmm`; `vmm_guests` selects its rows.
   Without `os`, `os_guests` names the rows whose cold gap is that of an OS reboot.
 - `os`: the runs of an experiment that has the response `downtime_s` and whose levels are named as the ways of
-  `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, with `os_guests`.
+  `rekindle reboot` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, with `os_guests`.
 
 None of these files has a degradation: degradations are taken as 0, and a note reports that.
 
-A way is a value of `--how` of `rekindle reboot vmm` (`VMM_WAYS`) or `rekindle reboot os` (`OS_WAYS`).
+A way is a value of `--how` of `rekindle replace-qemu` (`VMM_WAYS`) or `rekindle reboot` (`OS_WAYS`).
 """
 
 import json
@@ -112,5 +112,5 @@ def _of_benchmark(path: Path, guest: str) -> OsDowntimes:
 
 
 def _way(reboot: str) -> str:
-    """Returns the way of `rekindle reboot os`: `phase` for `phase-kernel` and `phase-services`, frozen or not."""
+    """Returns the way of `rekindle reboot`: `phase` for `phase-kernel` and `phase-services`, frozen or not."""
     return "phase" if reboot.startswith(("phase-kernel", "phase-services")) else reboot

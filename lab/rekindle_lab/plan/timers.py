@@ -93,9 +93,9 @@ class Vm:
 
     name: str
     vmm: str
-    """Way to renew the VMM: a value of `--how` of `rekindle reboot vmm`."""
+    """Way to renew the VMM: a value of `--how` of `rekindle replace-qemu`."""
     os: str
-    """Way to reboot the OS: a value of `--how` of `rekindle reboot os`."""
+    """Way to reboot the OS: a value of `--how` of `rekindle reboot`."""
     coupled: bool
     """Whether that way to renew the VMM reboots the OS, too."""
     os_interval_s: int
@@ -124,15 +124,15 @@ def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
     vmm_timer = f"{plan.vmm_interval_s} {plan.vmm_phase_s}"
     if plan.scope == "host":
         also = "".join(f" os-{vm.name}" for vm in plan.vms if vm.coupled)
-        command = f"host {vmm_timer}{also} -- {rekindle} reboot host {_reboot_options(plan)}"
+        command = f"host {vmm_timer}{also} -- {rekindle} reboot-host {_reboot_options(plan)}"
         files |= _service_and_timer("host", f"Rekindle: renew the host {plan.name}", command)
     for vm in plan.vms:
         if plan.scope == "vmm":
             also = f" os-{vm.name}" if vm.coupled else ""
-            command = f"vmm-{vm.name} {vmm_timer}{also} -- {rekindle} reboot vmm {vm.name} --how {vm.vmm}"
+            command = f"vmm-{vm.name} {vmm_timer}{also} -- {rekindle} replace-qemu {vm.name} --how {vm.vmm}"
             files |= _service_and_timer(f"vmm-{vm.name}", f"Rekindle: renew the VMM of {vm.name}", command)
         phase = "-" if vm.coupled else vm.os_phase_s
-        command = f"os-{vm.name} {vm.os_interval_s} {phase} -- {rekindle} reboot os {vm.name} --how {vm.os}"
+        command = f"os-{vm.name} {vm.os_interval_s} {phase} -- {rekindle} reboot {vm.name} --how {vm.os}"
         files |= _service_and_timer(f"os-{vm.name}", f"Rekindle: reboot the OS of {vm.name}", command)
     return files
 
@@ -149,7 +149,7 @@ def _reboot_options(plan: HostPlan) -> str:
     ways = {vm.vmm for vm in plan.vms}
     if len(ways) == len(VMM_WAYS):
         raise DefinitionError(
-            f"host '{plan.name}': some VMs are to be kept, some saved and some shut down; `rekindle reboot host` does "
+            f"host '{plan.name}': some VMs are to be kept, some saved and some shut down; `rekindle reboot-host` does "
             "the same to all that cannot be kept: allow_vmm of one kind without the other"
         )
     first, *others = (way for way in VMM_WAYS if way in ways)

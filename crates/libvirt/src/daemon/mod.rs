@@ -61,7 +61,7 @@ pub struct DaemonRecord {
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
     #[error(
-        "libvirt's daemon does not run; finish an interrupted replacement first, if `rekindle ls` lists one (rekindle \
+        "libvirt's daemon does not run; finish an interrupted replacement first, if `rekindle status` lists one (rekindle \
          recover NAME); otherwise start the daemon"
     )]
     Absent,

@@ -123,7 +123,7 @@ pub(super) enum Answer {
     Found {
         /// The VM's guest runs.
         runs: bool,
-        /// The VM's status, as `rekindle ls` prints it; `absent` if the VM does not exist.
+        /// The VM's status, as `rekindle status` prints it; `absent` if the VM does not exist.
         status: String,
     },
 }

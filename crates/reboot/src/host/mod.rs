@@ -7,7 +7,7 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`setup`] | `rekindle host init`: checks and sets up a host |
-//! | [`plan`] | `rekindle reboot host`: the method for each VM |
+//! | [`plan`] | `rekindle reboot-host`: the method for each VM |
 //! | `kernel`, `shutdown` | the kernel to boot, and starting the shutdown |
 //! | [`suspend()`] | suspends all guests, or none; `guest` has one guest's part |
 //! | [`resume()`] | resumes suspended guests in new QEMUs; `resume_guest` has one guest's part |

@@ -1,4 +1,4 @@
-//! The plan of `rekindle reboot host`: the method for each VM, and the kernel to boot.
+//! The plan of `rekindle reboot-host`: the method for each VM, and the kernel to boot.
 //!
 //! The plan is written to a file for the systemd unit that suspends the guests at the end of the shutdown
 //! ([`super::shutdown`]).

@@ -1,4 +1,4 @@
-//! Starts the shutdown of `rekindle reboot host`: the next kernel is loaded, the plan is written, and systemd gets the
+//! Starts the shutdown of `rekindle reboot-host`: the next kernel is loaded, the plan is written, and systemd gets the
 //! request. Everything can be undone until systemd has received the request.
 
 use super::command::run;

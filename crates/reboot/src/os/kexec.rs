@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-const OPERATION: &str = "reboot os --how kexec";
+const OPERATION: &str = "reboot --how kexec";
 /// Script, run in the guest, that finds and loads the kernel.
 const LOAD_SCRIPT: &str = include_str!("kexec.sh");
 /// How long [`LOAD_SCRIPT`] may take: it reads kernel and RAM disk from a disk that may be slow.

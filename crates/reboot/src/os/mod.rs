@@ -118,7 +118,7 @@ pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRe
 /// # Errors
 /// [`Failure`] with the reason. The guest is unchanged.
 pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), Failure> {
-    let operation = "reboot os --dry-run";
+    let operation = "reboot --dry-run";
     let freeze = |state: &State| why_not_freezable(state, request.end);
     match request.how {
         OsRebootMethod::Cold => vmm::begin_cold_reboot(host, name, operation, freeze).map(drop),
@@ -154,8 +154,8 @@ fn shut_down_and_boot(
     find_problem: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
     let (operation, kind) = match cache {
-        CacheUse::Discard => ("reboot os --how cold", Kind::OsCold),
-        CacheUse::Retain => ("reboot os --how warm-cache", Kind::OsWarmCache),
+        CacheUse::Discard => ("reboot --how cold", Kind::OsCold),
+        CacheUse::Retain => ("reboot --how warm-cache", Kind::OsWarmCache),
     };
     let find_problem = |state: &State| match (find_problem(state), cache) {
         (None, CacheUse::Retain) => why_no_warm_cache(&state.hardware),

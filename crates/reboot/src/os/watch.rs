@@ -2,7 +2,7 @@
 //! ([`super::supervisor`]), and reboots a guest that reboots itself or panics: with a warm cache, or from a phase.
 //!
 //! By default, QEMU resets a guest that reboots itself in place, which discards its cache. So QEMU is configured to
-//! stop instead (`set-action`), and this process does the work of `rekindle reboot os --how warm-cache | phase`. It
+//! stop instead (`set-action`), and this process does the work of `rekindle reboot --how warm-cache | phase`. It
 //! serves every QEMU that the VM gets, and ends with the VM. If it has died, a guest that reboots itself stays stopped
 //! until `rekindle recover` boots it and starts another watch process.
 

@@ -60,7 +60,7 @@ pub struct VmPlan {
 #[must_use]
 pub fn plan(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmPlan> {
     let batch = Batch::new(1);
-    let operation = format!("reboot vmm --how {} --dry-run", options.how);
+    let operation = format!("replace-qemu --how {} --dry-run", options.how);
     let plan_one = |name: &String| {
         let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
         let (binary, version) = (replacement.binary.path.clone(), replacement.binary.version.clone());
@@ -97,7 +97,7 @@ impl Batch {
 
 /// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure: the others wait for it.
 fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
-    let operation = format!("reboot vmm --how {}", options.how);
+    let operation = format!("replace-qemu --how {}", options.how);
     let replacement =
         begin(host, name, &operation, options, |path| batch.probe(host, path)).map_err(Failure::unchanged);
     match options.how {

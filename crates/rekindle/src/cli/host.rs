@@ -76,7 +76,7 @@ pub struct HostSuspend {
     /// Where guests' RAM is kept. `warm` survives a reboot of the host only in reserved RAM.
     #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
     pub how: RebootMethod,
-    /// Carry out the plan of `rekindle reboot host`; without a plan, do nothing.
+    /// Carry out the plan of `rekindle reboot-host`; without a plan, do nothing.
     #[arg(long, hide = true, conflicts_with_all = ["how", "names", "all", "dry_run"])]
     pub planned: bool,
     /// Only show what would be done to each VM and what prevents it; change nothing.

@@ -2,6 +2,7 @@
 //! file.
 
 mod disk;
+mod groups;
 mod host;
 mod moving;
 mod ocf;
@@ -13,19 +14,20 @@ mod tools;
 mod vm;
 
 pub use disk::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
+pub use groups::command;
 pub use host::{Host, HostInit, HostSuspend};
 pub use moving::{Move, RemoteHost};
 pub use ocf::{Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 pub use protect::{CheckpointOptions, DiskRule, Pager, Protect, Restore};
-pub use reboot::{EndOs, OsMethod, Others, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
+pub use reboot::{EndOs, OsMethod, Others, PreviousName, Reboot, RebootHost, RebootMethod, RebootOs, RebootVmm};
 pub use settings::Settings;
 pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 pub use tools::{Completions, Doctor, Man, Metrics, Monitor, Probe};
-pub use vm::{Attach, NameOnly, Recover, Run, Show, Stop};
+pub use vm::{Attach, NameOnly, Recover, Run, Show, Status, Stop, Validate};
 
 use crate::output::Usage;
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{FromArgMatches, Parser, Subcommand};
 use std::path::PathBuf;
 
 /// Fast recovery and rejuvenation of Linux virtual machines on stock QEMU/KVM.
@@ -46,7 +48,7 @@ Exit status: 0 done; 1 failed, the guest is unchanged; 2 wrong usage; 3 failed, 
 /// a command that is only spelled alike.
 const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["start", "boot", "create", "launch"], "run"),
-    (&["list", "ps"], "ls"),
+    (&["list", "ps"], "status"),
     (&["info", "inspect", "dumpxml"], "show"),
     (&["shutdown", "kill", "destroy", "poweroff", "delete", "rm"], "stop"),
     (&["migrate"], "move"),
@@ -54,16 +56,16 @@ const FOREIGN_NAMES: &[(&[&str], &str)] = &[
     (&["upgrade"], "replace-qemu"),
     (&["exporter", "prometheus"], "metrics"),
     (&["suspend"], "host suspend"),
-    (&["resume"], "host resume"),
-    (&["reboot-host"], "reboot host"),
+    (&["unpause"], "resume"),
+    (&["check", "lint"], "validate"),
     (&["init"], "store init"),
 ];
 
 /// Reads the command line, and the settings file of `rekindle protect`. Exits if the command line is wrong or requests help.
 pub fn parse() -> Result<Cli, Usage> {
     let merged = settings::merge(std::env::args_os().collect())?;
-    let parsed = Cli::command().try_get_matches_from(&merged.words).and_then(|matches| {
-        let cli = Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut Cli::command()))?;
+    let parsed = command().try_get_matches_from(&merged.words).and_then(|matches| {
+        let cli = Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command()))?;
         Ok((cli, matches))
     });
     let (mut cli, matches) = parsed.unwrap_or_else(|error| exit(error, merged.read_file.as_ref()));
@@ -110,13 +112,7 @@ Examples:
   rekindle run web.toml
   rekindle run web.toml --newest-disk")]
     Run(Run),
-    /// List the VMs of this host and their state.
-    #[command(after_help = "\
-Examples:
-  rekindle ls
-  rekindle --json ls")]
-    Ls,
-    /// Show which VMs and libvirt domains of this host run in a QEMU that is older than the installed one.
+    /// List VMs and libvirt domains, their state and outdated QEMUs.
     ///
     /// Needs: root to see libvirt's domains.
     ///
@@ -125,20 +121,38 @@ Examples:
     #[command(after_help = "\
 Examples:
   rekindle status
+  rekindle status web
   rekindle --json status")]
-    Status,
-    /// Show a VM's definition with all defaults, its QEMU and its helpers.
+    Status(Status),
+    /// List the VMs of this host and their state.
+    #[command(hide = true)]
+    Ls,
+    /// Check a VM's definition, or the host's configuration.
+    ///
+    /// The file is read as `rekindle run` reads it. A file named host.toml is read as the host's configuration.
+    ///
+    /// On success: exit status 0; nothing was changed.
+    ///
+    /// On failure: exit status 2; each mistake has its line, its key and a remedy.
+    #[command(after_help = "\
+Examples:
+  rekindle validate web.toml
+  rekindle validate /etc/rekindle/host.toml")]
+    Validate(Validate),
+    /// Show a VM's definition, its QEMU and its helpers.
     #[command(after_help = "\
 Examples:
   rekindle show web
   rekindle show web --timeline")]
     Show(Show),
-    /// Connect this terminal to a VM's serial console; leave with Ctrl-].
+    /// Connect to a VM's serial console; leave with Ctrl-].
     #[command(after_help = "\
 Example:
   rekindle console web")]
     Console(NameOnly),
-    /// Shut VMs down and remove everything that Rekindle keeps of them except their disks.
+    /// Shut VMs down, and keep only their disks.
+    ///
+    /// Everything else that Rekindle keeps of them is removed.
     ///
     /// Needs: no other operation on the VM.
     ///
@@ -150,7 +164,32 @@ Examples:
   rekindle stop web --dry-run
   rekindle stop web db --timeout 2m")]
     Stop(Stop),
-    /// Adopt a QEMU that Rekindle did not start, so that it can be protected.
+    /// Stop a guest until `rekindle resume`.
+    ///
+    /// The guest keeps its memory and its disks, and does not run. While it is paused, no checkpoints of it are taken; it
+    /// stays paused when its QEMU is replaced.
+    ///
+    /// Needs: the VM runs, and Rekindle started it; no other operation on it.
+    ///
+    /// On success: the guest is paused, or was paused before.
+    ///
+    /// On failure: the guest continues to run.
+    #[command(after_help = "\
+Example:
+  rekindle pause web")]
+    Pause(NameOnly),
+    /// Continue a guest that `rekindle pause` stopped.
+    ///
+    /// Needs: no other operation on the VM.
+    ///
+    /// On success: the guest runs.
+    ///
+    /// On failure: the guest is unchanged.
+    #[command(after_help = "\
+Example:
+  rekindle resume web")]
+    Resume(NameOnly),
+    /// Adopt a QEMU that Rekindle did not start, to protect it.
     ///
     /// Needs: the right to trace it: root, or its user with kernel.yama.ptrace_scope=0.
     ///
@@ -176,9 +215,9 @@ Examples:
 Example:
   rekindle detach db")]
     Detach(NameOnly),
-    /// Replace the QEMU process of VMs, of libvirt's domains, or of any other QEMU, under their running guests.
+    /// Replace the QEMU process under running guests.
     ///
-    /// The same as `rekindle reboot vmm`. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
+    /// Works for VMs, libvirt's domains, and any other QEMU. For domains of libvirt, libvirt's daemon is stopped for a moment, once for all of
     /// them, and started again; it manages them afterwards as before.
     ///
     /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices. For a domain or with --qmp:
@@ -191,16 +230,61 @@ Example:
 Examples:
   rekindle replace-qemu web --qemu /opt/qemu-10/bin/qemu-system-x86_64
   rekindle replace-qemu db --dry-run
+  rekindle replace-qemu web --rollback
+  rekindle replace-qemu --all
   rekindle replace-qemu --all-libvirt
   rekindle replace-qemu mail --qmp /run/mail.qmp")]
     ReplaceQemu(RebootVmm),
-    /// Reboot a VM's QEMU, its guest, or this host.
-    #[command(subcommand)]
+    /// Reboot the operating system of a guest.
+    ///
+    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it
+    /// boots.
+    ///
+    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if
+    /// it matches the disk.
+    ///
+    /// --how kexec: the guest's own kernel starts the next one, without firmware and boot loader.
+    ///
+    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been
+    /// written since. If there is none, the guest boots.
+    ///
+    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the
+    /// guest, qemu-guest-agent that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end
+    /// freeze: qemu-guest-agent.
+    ///
+    /// On success: the guest boots, or runs from the saved state; after kexec its agent answers.
+    ///
+    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot web
+  rekindle reboot web --how warm-cache
+  rekindle reboot web --how phase --end freeze --dry-run")]
     Reboot(Reboot),
-    /// Suspend and resume guests, and prepare this host for reboots that keep them.
-    #[command(subcommand)]
+    /// Reboot this host and keep its guests.
+    ///
+    /// Needs: root, systemd, `rekindle host init`; the method works for every VM, or --others selects another one.
+    ///
+    /// On success: the host shuts down; the guests resume during its next boot.
+    ///
+    /// On failure: exit status 1; all guests continue to run.
+    #[command(after_help = "\
+Examples:
+  rekindle reboot-host --dry-run
+  rekindle reboot-host --others saved")]
+    RebootHost(RebootHost),
+    /// Suspend and resume guests; prepare this host for reboots.
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  rekindle host init --reserve 48G
+  rekindle host suspend --all --dry-run"
+    )]
     Host(Host),
-    /// Finish or undo an interrupted operation, or boot a guest whose QEMU has died.
+    /// Finish or undo an interrupted operation.
+    ///
+    /// If no operation was interrupted and the guest's QEMU has died, the guest is booted.
     ///
     /// Interrupted replacements of the QEMUs of libvirt's domains are recovered together: they share libvirt's daemon.
     ///
@@ -216,7 +300,9 @@ Examples:
   rekindle recover web
   rekindle recover web --wait 5m")]
     Recover(Recover),
-    /// Take checkpoints of a running VM into a store, until interrupted or until its QEMU ends.
+    /// Take checkpoints of a running VM into a store.
+    ///
+    /// Runs until it is interrupted or QEMU ends.
     ///
     /// Options that are not given are read from /etc/rekindle/protect/NAME.toml, if that exists.
     ///
@@ -278,7 +364,9 @@ Examples:
     /// Receive a guest from another host: `rekindle move` starts this over ssh and sends requests on standard input.
     #[command(hide = true)]
     Receive,
-    /// Load the memory of a restored VM if the pager of `rekindle restore` has ended.
+    /// Load the rest of a restored VM's memory if its pager ended.
+    ///
+    /// `rekindle restore` starts a pager, and `rekindle recover` another one if it has died.
     ///
     /// Needs: a restored VM whose memory is not complete, and no other pager.
     ///
@@ -308,22 +396,42 @@ Example:
     /// On failure: a guest that has rebooted or panicked stays stopped; `rekindle recover` boots it.
     #[command(hide = true)]
     Watch(NameOnly),
-    /// Create, list, verify, compact, export and import stores of checkpoints.
-    #[command(subcommand)]
+    /// Create, list, verify, compact, export and import stores.
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  rekindle store init /srv/checkpoints/web
+  rekindle store ls /srv/checkpoints/web"
+    )]
     Store(Store),
     /// Serve a guest's disk and retain its cache over a reboot.
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        after_help = "\
+Example:
+  rekindle disk serve disk.raw --socket d.sock"
+    )]
     Disk(Disk),
-    /// Start, stop, move and monitor a VM for a cluster manager (resource agent `ocf:rekindle:vm`).
-    #[command(subcommand)]
+    /// Start, stop, move and monitor a VM for a cluster manager.
+    ///
+    /// The resource agent `ocf:rekindle:vm` of Pacemaker calls these commands.
+    #[command(
+        subcommand,
+        after_help = "\
+Example:
+  rekindle ocf show-config web --store s3://checkpoints/web"
+    )]
     Ocf(Ocf),
-    /// Probe a service and report its gaps: the longest silence that a client sees.
+    /// Probe a service and report its longest silence.
     #[command(after_help = "\
 Examples:
   rekindle probe http://10.0.0.2/ --every 1ms
   rekindle probe echo://10.0.0.2:7 --duration 1m")]
     Probe(Probe),
-    /// Record free resources of the host and its guests at intervals, for `rekindle-lab aging`.
+    /// Record free resources of the host and guests at intervals.
+    ///
+    /// `rekindle-lab aging` reads the record.
     ///
     /// Needs: nothing. Values from inside a guest need qemu-guest-agent there.
     ///
@@ -360,6 +468,9 @@ Examples:
     /// Print shell completions.
     #[command(hide = true)]
     Completions(Completions),
+    /// Print the names of VMs and libvirt domains, for shell completions.
+    #[command(hide = true)]
+    Names,
     /// Write the man pages to a directory.
     #[command(hide = true)]
     Man(Man),
@@ -369,7 +480,7 @@ Examples:
 #[allow(clippy::panic, reason = "tests")]
 mod tests {
     use super::Cli;
-    use clap::{Command, CommandFactory};
+    use clap::{Command, CommandFactory, Parser};
 
     /// Calls `check` for each visible command below `command`, with its path, such as `rekindle store ls`.
     fn for_each_command(command: &Command, path: &str, check: &mut dyn FnMut(&Command, &str)) {
@@ -382,14 +493,31 @@ mod tests {
     }
 
     #[test]
+    fn reboot_accepts_a_name_and_the_names_of_previous_releases() {
+        let parse = |words: &str| Cli::try_parse_from(words.split_whitespace()).map(|cli| format!("{:?}", cli.command));
+        for (words, parsed) in [
+            ("rekindle reboot web --how kexec", "previous_name: None, guest: Some(RebootOs"),
+            ("rekindle reboot -- vmm", "previous_name: None, guest: Some(RebootOs"),
+            ("rekindle reboot os web", "previous_name: Some(Os(RebootOs"),
+            ("rekindle reboot vmm web --rollback", "previous_name: Some(Vmm(RebootVmm"),
+            ("rekindle reboot host --dry-run", "previous_name: Some(Host(RebootHost"),
+            ("rekindle reboot-host --dry-run", "RebootHost(RebootHost"),
+            ("rekindle ls", "Ls"),
+        ] {
+            let command = parse(words).unwrap_or_else(|e| panic!("{words}: {e}"));
+            assert!(command.contains(parsed), "{words}: {command}");
+        }
+        for words in ["rekindle reboot", "rekindle reboot vmm", "rekindle reboot os", "rekindle reboot web db"] {
+            assert!(parse(words).is_err(), "{words}");
+        }
+    }
+
+    #[test]
     fn the_help_of_each_command_has_a_summary_and_examples_that_parse() {
         let mut examples = 0;
         for_each_command(&Cli::command(), "rekindle", &mut |command, path| {
             let summary = command.get_about().map(ToString::to_string).unwrap_or_default();
             assert!(summary.starts_with(char::is_uppercase) && !summary.ends_with('.'), "{path}: {summary}");
-            if command.has_subcommands() {
-                return;
-            }
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             let lines: Vec<_> = help.lines().filter_map(|line| line.strip_prefix("  ")).collect();
             assert!(help.starts_with("Example") && !lines.is_empty(), "{path}: no example in {help:?}");

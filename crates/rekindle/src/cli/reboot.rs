@@ -1,61 +1,31 @@
-//! Arguments of `rekindle reboot`: the QEMU of a VM, its guest, and the host.
+//! Arguments of `rekindle replace-qemu`, `reboot` and `reboot-host`.
 
 use clap::{Args, Subcommand, ValueEnum};
 use rekindle_vm::definition::Name;
 use std::path::PathBuf;
 
+/// `rekindle reboot NAME`, or one of the previous names of the three reboots.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
+pub struct Reboot {
+    #[command(subcommand)]
+    pub previous_name: Option<PreviousName>,
+    #[command(flatten)]
+    pub guest: Option<RebootOs>,
+}
+
+/// Names of the reboots in previous releases, kept for one release. A VM of such a name is rebooted by
+/// `rekindle reboot -- NAME`.
 #[derive(Debug, Subcommand)]
-pub enum Reboot {
-    /// Replace the QEMU process of VMs under their running guests.
-    ///
-    /// Needs: the VMs run; the new QEMU supports their machine type, CPU model and devices.
-    ///
-    /// On success: each guest runs in a new QEMU.
-    ///
-    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
-    #[command(after_help = "\
-Examples:
-  rekindle reboot vmm web --qemu /opt/qemu-10/bin/qemu-system-x86_64
-  rekindle reboot vmm web --rollback
-  rekindle reboot vmm --all --dry-run")]
+pub enum PreviousName {
+    /// Replace the QEMU process under running guests.
+    #[command(hide = true)]
     Vmm(RebootVmm),
     /// Reboot the operating system of a guest.
-    ///
-    /// The guest is shut down by its agent, or by the power button, or powered off after `shutdown_timeout`; then it
-    /// boots.
-    ///
-    /// --how warm-cache: what the guest had cached of its disk is served from its previous memory, each block only if
-    /// it matches the disk.
-    ///
-    /// --how kexec: the guest's own kernel starts the next one, without firmware and boot loader.
-    ///
-    /// --how phase: the guest continues from the latest state saved in an earlier boot whose disk blocks have not been
-    /// written since. If there is none, the guest boots.
-    ///
-    /// Needs: the VM runs. warm-cache: a disk with `server = true`, and RAM that is not in huge pages. kexec: in the
-    /// guest, qemu-guest-agent that may run programs, systemd and kexec-tools. phase: [phase] in the definition. --end
-    /// freeze: qemu-guest-agent.
-    ///
-    /// On success: the guest boots, or runs from the saved state; after kexec its agent answers.
-    ///
-    /// On failure: exit status 1, the guest is unchanged; or 3, the guest needs `rekindle recover`.
-    #[command(after_help = "\
-Examples:
-  rekindle reboot os web
-  rekindle reboot os web --how warm-cache
-  rekindle reboot os web --how phase --end freeze --dry-run")]
+    #[command(hide = true)]
     Os(RebootOs),
     /// Reboot this host and keep its guests.
-    ///
-    /// Needs: root, systemd, `rekindle host init`; the method works for every VM, or --others selects another one.
-    ///
-    /// On success: the host shuts down; the guests resume during its next boot.
-    ///
-    /// On failure: exit status 1; all guests continue to run.
-    #[command(after_help = "\
-Examples:
-  rekindle reboot host --dry-run
-  rekindle reboot host --others saved")]
+    #[command(hide = true)]
     Host(RebootHost),
 }
 

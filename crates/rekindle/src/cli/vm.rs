@@ -33,6 +33,19 @@ pub struct Attach {
 }
 
 #[derive(Debug, Args)]
+pub struct Status {
+    /// The VMs and libvirt domains [default: all].
+    #[arg(value_name = "NAME")]
+    pub names: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Validate {
+    /// The file (TOML).
+    pub file: PathBuf,
+}
+
+#[derive(Debug, Args)]
 pub struct Show {
     /// The VM.
     pub name: Name,

@@ -4,9 +4,11 @@ use super::show::{description, version_text};
 use crate::cli::{Attach, NameOnly};
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_life::attach::{self as adoption, Detached};
+use rekindle_life::attach::{self as adoption, AttachError, Detached};
 use rekindle_protect::pager::wait_filled;
+use rekindle_qemu::adopt::AdoptError;
 use rekindle_qemu::monitor::Monitor;
+use rekindle_qemu::qmp::QmpError;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use std::process::ExitCode;
@@ -16,13 +18,14 @@ use std::time::Duration;
 const FILL_TIMEOUT: Duration = Duration::from_secs(300);
 
 pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
-    let host = Host::open()?;
     let Attach { name, qmp, libvirt, connect } = arguments;
+    super::reject_reserved_name(&name)?;
+    let host = Host::open()?;
     let monitor = match (libvirt, qmp) {
         (Some(domain), _) => Monitor::Libvirt { domain, connect },
         (None, path) => Monitor::Socket { path: path.unwrap_or_default() },
     };
-    let state = adoption::attach(&host, &name, monitor)?;
+    let state = adoption::attach(&host, &name, monitor).map_err(explain)?;
     let version = version_text(&state);
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
     let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
@@ -32,6 +35,20 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
     );
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Adds to an error of the connection how a QEMU gets a socket to connect to.
+fn explain(error: AttachError) -> anyhow::Error {
+    match &error {
+        AttachError::Adopt(AdoptError::Qmp(QmpError::Connect { path, .. })) => {
+            let text = format!(
+                "no QEMU can be reached at {0}; write the path that QEMU was started with: -qmp unix:{0},server=on,wait=off",
+                path.display()
+            );
+            anyhow::Error::from(error).context(text)
+        }
+        _ => error.into(),
+    }
 }
 
 pub fn detach(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {

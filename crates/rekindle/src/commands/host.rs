@@ -1,4 +1,4 @@
-//! `rekindle host` and `rekindle reboot host`: prints the plans and reports of [`rekindle_reboot::host`].
+//! `rekindle host` and `rekindle reboot-host`: prints the plans and reports of [`rekindle_reboot::host`].
 
 use super::dry_run::{self, PlannedAction};
 use super::{distinct_names, reboot_method};
@@ -123,10 +123,10 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     print_suspended(output, &host::suspend(&host, &plan.vms, &plan.token, Fallback::None)?)
 }
 
-/// Carries out the plan of `rekindle reboot host`, at the end of a shutdown.
+/// Carries out the plan of `rekindle reboot-host`, at the end of a shutdown.
 fn suspend_planned(output: &Output) -> Result<ExitCode> {
     let host = Host::open()?;
-    // Without a plan, this shutdown is not one of `rekindle reboot host`: there is nothing to do.
+    // Without a plan, this shutdown is not one of `rekindle reboot-host`: there is nothing to do.
     let Some(plan) = HostRebootPlan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
     let names: Vec<_> = plan.vms.iter().map(|vm| vm.name.clone()).collect();
     if recover_suspend(&host, &names, &plan.token)? {
@@ -158,7 +158,7 @@ fn plan_suspend(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> 
         match plan.vms.iter().find(|vm| vm.name == name) {
             Some(vm) => vms.push(vm.clone()),
             None if RunDir::new(&host.root, &name).exists() => {
-                bail!("VM {name} does not run; rekindle ls shows its state")
+                bail!("VM {name} does not run; rekindle status shows its state")
             }
             None => return Err(LifeError::Unknown { name }.into()),
         }

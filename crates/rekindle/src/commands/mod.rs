@@ -25,6 +25,7 @@ pub mod metrics;
 pub mod monitor;
 pub mod moving;
 pub mod ocf;
+pub mod pause;
 pub mod probe;
 pub mod protect;
 pub mod reboot_os;
@@ -37,6 +38,7 @@ pub mod show;
 pub mod status;
 pub mod stop;
 pub mod store;
+pub mod validate;
 
 /// Open files of a command that starts or serves guests, or of the QEMU that it starts and that inherits its limit.
 pub const DESCRIPTORS_TO_RUN_GUESTS: u64 = 256;
@@ -51,6 +53,16 @@ fn distinct_names(arguments: &[Name]) -> Result<Vec<String>> {
         names.push(name);
     }
     Ok(names)
+}
+
+/// Rejects a new VM with the name of a subcommand of `rekindle reboot`.
+fn reject_reserved_name(name: &Name) -> Result<(), Usage> {
+    if !name.is_reserved() {
+        return Ok(());
+    }
+    Err(Usage(format!(
+        "a new VM cannot have the name {name}: `rekindle reboot {name}` is a command; choose another name"
+    )))
 }
 
 /// Returns the run directory of an existing VM.

@@ -1,4 +1,4 @@
-//! `rekindle reboot os`: reboots a guest's operating system, and prints how.
+//! `rekindle reboot`: reboots a guest's operating system, and prints how.
 
 use super::dry_run::{self, PlannedAction};
 use super::helpers::start_helpers;
@@ -15,7 +15,7 @@ use rekindle_vm::host::Host;
 use serde::Serialize;
 use std::process::ExitCode;
 
-/// The JSON result of `rekindle reboot os`.
+/// The JSON result of `rekindle reboot`.
 #[derive(Serialize)]
 struct OsResult<'a> {
     how: OsRebootMethod,

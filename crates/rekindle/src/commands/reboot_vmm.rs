@@ -1,4 +1,4 @@
-//! `rekindle reboot vmm`: replaces QEMUs, and prints what was done to each VM.
+//! `rekindle replace-qemu`: replaces QEMUs, and prints what was done to each VM.
 
 use super::dry_run::{self, PlannedAction};
 use super::helpers::{report_stopped, start_helpers};
@@ -24,7 +24,7 @@ use std::process::ExitCode;
 /// Open files for each VM whose QEMU is replaced.
 const DESCRIPTORS_PER_VM: u64 = 48;
 
-/// The JSON result of `rekindle reboot vmm`.
+/// The JSON result of `rekindle replace-qemu`.
 #[derive(Serialize)]
 struct VmmResult<'a> {
     how: vmm::RebootMethod,

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 
 pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let definition = Definition::load(&arguments.file).map_err(|e| Usage(e.to_string()))?;
+    super::reject_reserved_name(&definition.name)?;
     let host = Host::open()?;
     let leftover_log = if arguments.newest_disk { LeftoverLog::Merge } else { LeftoverLog::Reject };
     let vm = NewVm { definition, qemu: arguments.qemu, uuid: None, leftover_log };

@@ -1,4 +1,4 @@
-//! `rekindle ls` and `rekindle show`: the VMs of this host, one VM with all defaults, and a timeline of its last
+//! `rekindle show`, and `rekindle ls` of previous releases: the VMs of this host, one VM with all defaults, and a timeline of its last
 //! operation.
 
 use super::existing_run_dir;

@@ -1,15 +1,17 @@
-//! `rekindle status`: the guests of this host, Rekindle's and libvirt's, and which of them run in a QEMU that is older
-//! than the installed one.
+//! `rekindle status`: the guests of this host, Rekindle's and libvirt's, their state, and which of them run in a QEMU
+//! that is older than the installed one.
 
 use super::show::version_text;
+use crate::cli::Status;
 use crate::output::Output;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use comfy_table::{Table, presets};
 use rekindle_libvirt::domains;
 use rekindle_libvirt::status_file::{DomainRecord, SYSTEM_DIRECTORY};
 use rekindle_qemu::outdated::{self, Outdated};
 use rekindle_qemu::program::Program;
 use rekindle_vm::causes::with_causes;
+use rekindle_vm::definition::Bytes;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -33,11 +35,13 @@ struct HostStatus {
 struct GuestStatus {
     name: String,
     manager: Manager,
-    /// As in `rekindle ls`, or libvirt's name of the domain's state.
+    /// As in `rekindle show`, or libvirt's name of the domain's state.
     status: String,
     /// Version that QEMU has reported; libvirt does not record it.
     qemu_version: Option<String>,
     pid: Option<u32>,
+    /// RAM of a VM; libvirt's domains have none here.
+    memory: Option<Bytes>,
     /// How the QEMU differs from the installed one; null if it is the installed one.
     outdated: Option<Outdated>,
 }
@@ -58,7 +62,7 @@ enum Manager {
     Libvirt,
 }
 
-pub fn status(output: &Output) -> Result<ExitCode> {
+pub fn status(output: &Output, arguments: &Status) -> Result<ExitCode> {
     let host = Host::open()?;
     let mut answer = HostStatus { format: 1, guests: Vec::new(), unreadable: Vec::new() };
     for name in RunDir::list(&host.root)? {
@@ -76,6 +80,7 @@ pub fn status(output: &Output) -> Result<ExitCode> {
         }),
         Err(e) => answer.unreadable.push(format!("libvirt's domains ({SYSTEM_DIRECTORY}): {e}; run as root")),
     }
+    answer.select(&arguments.names)?;
     output.result(&answer, answer.text())?;
     Ok(ExitCode::SUCCESS)
 }
@@ -95,6 +100,7 @@ fn inspect_vm(host: &Host, name: &str) -> io::Result<Option<Inspection>> {
         status: status::status(&rundir)?.to_string(),
         qemu_version: Some(version_text(&state)).filter(|version| !version.is_empty()),
         pid: vmm.map(|vmm| vmm.pid),
+        memory: Some(state.definition.memory),
         outdated: None,
     };
     Ok(Some(Inspection { guest, comparison }))
@@ -125,14 +131,36 @@ impl HostStatus {
             status: if has_qemu { domain.state } else { "ended".into() },
             qemu_version: None,
             pid: has_qemu.then_some(domain.pid),
+            memory: None,
             outdated: None,
         };
         self.add(Inspection { guest, comparison });
     }
 
+    /// Keeps only the guests with these names, unless there are none.
+    fn select(&mut self, names: &[String]) -> Result<()> {
+        for name in names {
+            if !self.guests.iter().any(|guest| guest.name == *name) {
+                bail!(
+                    "there is no VM and no running libvirt domain {name}; `rekindle status` lists them{}",
+                    self.reasons()
+                );
+            }
+        }
+        if !names.is_empty() {
+            self.guests.retain(|guest| names.contains(&guest.name));
+        }
+        Ok(())
+    }
+
+    /// Lists what could not be read, a line for each.
+    fn reasons(&self) -> String {
+        self.unreadable.iter().map(|problem| format!("\n  cannot read {problem}")).collect()
+    }
+
     fn text(&self) -> String {
         let mut table = Table::new();
-        table.load_preset(presets::NOTHING).set_header(["NAME", "MANAGER", "STATUS", "PROCESS", "QEMU"]);
+        table.load_preset(presets::NOTHING).set_header(["NAME", "MANAGER", "STATUS", "PROCESS", "MEMORY", "QEMU"]);
         for guest in &self.guests {
             let manager = match guest.manager {
                 Manager::Rekindle => "rekindle",
@@ -144,7 +172,8 @@ impl HostStatus {
                 Some(outdated) => format!("out of date: {outdated}"),
                 None => guest.qemu_version.clone().unwrap_or_default(),
             };
-            table.add_row([guest.name.clone(), manager.to_owned(), guest.status.clone(), pid, qemu]);
+            let memory = guest.memory.map(|memory| memory.to_string()).unwrap_or_default();
+            table.add_row([guest.name.clone(), manager.to_owned(), guest.status.clone(), pid, memory, qemu]);
         }
         let mut text = if self.guests.is_empty() { "no VMs and no domains".to_owned() } else { table.trim_fmt() };
         for problem in &self.unreadable {

@@ -62,7 +62,9 @@ pub fn new_key(output: &Output, arguments: &StoreNewKey) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     let name = || path.display().to_string();
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).with_context(name)?;
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).with_context(|| {
+        format!("no key file {} was created; write the path of a new file in a directory that exists", path.display())
+    })?;
     let written = file.write_all(key.line.as_bytes()).and_then(|()| file.sync_all());
     // The name must survive a crash, too: without the key, no checkpoint can be restored.
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -43,11 +43,11 @@ fn mistakes_in_a_definition_are_reported_with_line_and_column_and_exit_status_2(
 fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
     let lab = Lab::without_root();
     for arguments in [
-        &["reboot", "vmm", "web", "--how", "lukewarm"][..],
-        &["reboot", "vmm"],
-        &["reboot", "vmm", "web", "web"],
-        &["reboot", "vmm", "--all"],
-        &["reboot", "vmm", "web", "--qemu", "/x", "--rollback"],
+        &["replace-qemu", "web", "--how", "lukewarm"][..],
+        &["replace-qemu"],
+        &["replace-qemu", "web", "web"],
+        &["replace-qemu", "--all"],
+        &["replace-qemu", "web", "--qemu", "/x", "--rollback"],
         &["stop"],
         &["show", "../web"],
         &["stop", "web", "--timeout", "5"],
@@ -58,7 +58,7 @@ fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
         assert!(!rejected.stderr.is_empty(), "{rejected}");
     }
     for arguments in
-        [&["show", "web"][..], &["stop", "web"], &["recover", "web"], &["reboot", "vmm", "web"], &["console", "web"]]
+        [&["show", "web"][..], &["stop", "web"], &["recover", "web"], &["replace-qemu", "web"], &["console", "web"]]
     {
         lab.rekindle(arguments).status(1).prints(&["there is no VM web"]);
     }
@@ -263,7 +263,7 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_reported_and_recovered_from(
 
 /// Kills a warm reboot when the state has been saved, and then both QEMUs.
 fn leave_only_the_state(guest: &Guest<'_>) {
-    let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
+    let mut command = guest.lab.command(["replace-qemu", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     guest.lab.finish(command);
     for qemu in guest.qemus() {
@@ -298,7 +298,7 @@ fn a_state_that_is_truncated_or_missing_is_not_loaded_and_can_be_put_back() {
     guest.assert_sound();
 
     // A state that contains the RAM is damaged in the same way. `stop` drops that state and leaves nothing.
-    let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
+    let mut command = lab.command(["replace-qemu", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
     let saved = crate::common::lab::entries(&lab.save_dir());
@@ -310,7 +310,7 @@ fn a_state_that_is_truncated_or_missing_is_not_loaded_and_can_be_put_back() {
     guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     guest.assert_sound();
-    let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
+    let mut command = lab.command(["replace-qemu", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
     guest.rekindle(&["stop"]).ok();
@@ -327,12 +327,12 @@ fn records_that_cannot_be_understood_are_named() {
     let (record, journal) = (guest.file("state.json"), guest.file("operation.json"));
     let valid_record = fs::read(&record).unwrap();
     fs::write(&journal, "{\"kind\"").unwrap();
-    for arguments in [&["reboot", "vmm"][..], &["recover"], &["stop"]] {
+    for arguments in [&["replace-qemu"][..], &["recover"], &["stop"]] {
         guest.rekindle(arguments).status(1).prints(&["operation.json"]);
     }
     fs::remove_file(&journal).unwrap();
     fs::write(&record, &valid_record[..valid_record.len() / 2]).unwrap();
-    for arguments in [&["show"][..], &["reboot", "vmm"], &["recover"], &["stop"]] {
+    for arguments in [&["show"][..], &["replace-qemu"], &["recover"], &["stop"]] {
         guest.rekindle(arguments).status(1).prints(&["state.json"]);
     }
     // A VM with a broken record does not hide the others.
@@ -380,7 +380,7 @@ fn a_ram_directory_that_is_full_or_missing_is_reported() {
     fs::remove_file(&filler).unwrap();
 
     // The directory is filled while the guest's RAM is on the disk.
-    let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
+    let mut command = lab.command(["replace-qemu", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
     for path in crate::common::lab::entries(&lab.run_root().join(".ram")) {
@@ -425,11 +425,11 @@ fn a_guest_that_ignores_the_power_button_is_powered_off_and_its_vm_is_busy_meanw
     let lab = Lab::new();
     let guest = lab.vm("deaf").key("shutdown_timeout = \"8s\"").append("rekindle.ignore_power=1").boot(&[]);
     let boot = guest.boot_id();
-    let cold = lab.command(["--json", "reboot", "vmm", &guest.name, "--how", "cold"]).spawn().unwrap();
+    let cold = lab.command(["--json", "replace-qemu", &guest.name, "--how", "cold"]).spawn().unwrap();
     let holder = cold.id().to_string();
     wait_for("the reboot to begin", DEADLINE, || guest.file("operation.json").exists().then_some(()));
-    for arguments in [&["reboot", "vmm"][..], &["recover"], &["stop"]] {
-        guest.rekindle(arguments).status(1).prints(&["busy", "reboot vmm --how cold", &holder]);
+    for arguments in [&["replace-qemu"][..], &["recover"], &["stop"]] {
+        guest.rekindle(arguments).status(1).prints(&["busy", "replace-qemu --how cold", &holder]);
     }
     let definition = lab.path("deaf.toml");
     lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(&["busy", &holder]);

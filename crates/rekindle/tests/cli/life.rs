@@ -1,4 +1,4 @@
-//! A VM's life without reboots: run, ls, show, console, stop; rejected commands; an unprivileged user.
+//! A VM's life: run, ls, show, console, pause, stop; rejected commands; an unprivileged user.
 
 use crate::common::{DEADLINE, Lab, Net, wait_for};
 use rekindle_testing::micro::KERNEL_OPTIONS;
@@ -92,7 +92,7 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
         // The QEMU that the definition does not name is found in PATH.
         let status = lab.rekindle(["--json", "status"]).ok().json();
         assert!(status["guests"][0]["outdated"].is_null(), "{status:#}");
-        lab.rekindle(["reboot", "vmm", name]).ok();
+        lab.rekindle(["replace-qemu", name]).ok();
         lab.rekindle(["stop", "--now", name]).ok();
     }
     lab.assert_empty();
@@ -264,7 +264,7 @@ fn an_unprivileged_user_runs_and_reboots_a_vm() {
     let boot = wait_for("the user's guest to be up", DEADLINE, || ask("boot-id"));
     ask("touch 16M 3").unwrap();
     for how in ["warm", "saved"] {
-        as_user(&["reboot", "vmm", "mine", "--how", how]).ok();
+        as_user(&["replace-qemu", "mine", "--how", how]).ok();
         assert_eq!(ask("boot-id").unwrap(), boot, "after {how}");
         assert_eq!(ask("verify").unwrap(), "4096", "after {how}");
     }
@@ -282,4 +282,33 @@ impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+#[test]
+fn a_paused_guest_stays_paused_in_a_new_qemu_until_it_is_resumed() {
+    let lab = Lab::new();
+    let guest = lab.vm("calm").boot(&[]);
+    let boot = guest.boot_id();
+    guest.rekindle(&["pause"]).ok().prints(&["calm is paused", "rekindle resume calm"]);
+    guest.rekindle(&["pause"]).ok().prints(&["calm was paused already"]);
+    lab.rekindle(["status", "calm"]).ok().prints(&["stopped (paused)"]);
+    let pid = guest.single_qemu().process.pid;
+    guest.warm(&[]);
+    assert_ne!(guest.single_qemu().process.pid, pid);
+    assert!(guest.status().contains("paused"), "{}", guest.status());
+    guest.rekindle(&["resume"]).ok().prints(&["calm runs again"]);
+    guest.rekindle(&["resume"]).ok().prints(&["calm was running already"]);
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
+
+    // The mark of a checkpoint that was interrupted: the pause is not the owner's.
+    guest.rekindle(&["pause"]).ok();
+    fs::write(guest.file("paused"), []).unwrap();
+    for command in ["pause", "resume"] {
+        let rejected = guest.rekindle(&[command]).status(1);
+        rejected.prints(&["an interrupted checkpoint has left its guest stopped", "rekindle recover calm"]);
+    }
+    guest.rekindle(&["recover"]).ok();
+    assert_eq!(guest.boot_id(), boot);
+    guest.assert_sound();
 }

@@ -12,3 +12,4 @@ mod messages;
 mod monitor;
 mod ocf;
 mod status;
+mod wrong_invocations;

@@ -7,10 +7,12 @@ use std::fs;
 fn no_message_states_that_a_vm_that_does_not_exist_runs() {
     let lab = Lab::without_root();
     for arguments in [
-        &["reboot", "vmm", "nope"][..],
-        &["reboot", "vmm", "nope", "--dry-run"],
+        &["replace-qemu", "nope"][..],
+        &["replace-qemu", "nope", "--dry-run"],
+        &["reboot", "nope"],
+        &["reboot", "nope", "--dry-run"],
+        &["reboot", "vmm", "nope"],
         &["reboot", "os", "nope"],
-        &["reboot", "os", "nope", "--dry-run"],
         &["stop", "nope", "--dry-run"],
         &["pager", "nope"],
         &["watch", "nope"],
@@ -18,7 +20,7 @@ fn no_message_states_that_a_vm_that_does_not_exist_runs() {
         &["show", "nope", "--timeline"],
         &["host", "suspend", "nope"],
     ] {
-        let result = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle ls` lists them"]);
+        let result = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle status` lists them"]);
         for unwanted in ["runs as before", "No such file", ".lock"] {
             assert!(!result.stdout.contains(unwanted) && !result.stderr.contains(unwanted), "{unwanted:?} in {result}");
         }
@@ -52,7 +54,7 @@ fn a_libvirt_domain_is_recognised() {
 #[test]
 fn another_program_s_command_name_gets_a_hint_at_ours() {
     let lab = Lab::without_root();
-    for (wrong, ours) in [("start", "'run'"), ("list", "'ls'"), ("destroy", "'stop'"), ("migrate", "'move'")] {
+    for (wrong, ours) in [("start", "'run'"), ("list", "'status'"), ("destroy", "'stop'"), ("migrate", "'move'")] {
         lab.rekindle([wrong, "web"]).status(2).prints(&[&format!("a similar subcommand exists: {ours}")]);
     }
     // For other mistakes, the hint is a command with a similar spelling.

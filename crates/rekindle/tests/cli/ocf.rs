@@ -248,7 +248,7 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_restored(
     web.wait_checkpoints(2);
     // A reboot of the guest's OS is not a shutdown: protection continues.
     let (boot, protector) = (web.guest.boot_id(), web.protector());
-    web.guest.rekindle(&["reboot", "os", "--how", "cold"]).ok();
+    web.guest.rekindle(&["reboot", "--how", "cold"]).ok();
     web.guest.wait_ready();
     assert_ne!(web.guest.boot_id(), boot);
     web.monitor(0);
@@ -354,7 +354,7 @@ fn a_stop_kills_an_operation_that_hangs_and_nothing_starts_later() {
     let web = Resource::new(&lab);
     web.start();
     web.wait_checkpoints(1);
-    let mut reboot = lab.command(["reboot", "os", "web", "--how", "cold"]);
+    let mut reboot = lab.command(["reboot", "web", "--how", "cold"]);
     let mut reboot = reboot.env("REKINDLE_FAULT", "cold.suspend.off:stop").spawn().unwrap();
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
     web.ocf("stop", &["--within", "60s"]).ok().prints(&["is killed"]);

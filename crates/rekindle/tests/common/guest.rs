@@ -156,9 +156,9 @@ impl<'a> Guest<'a> {
         self.lab.rekindle(arguments.iter().copied().chain([self.name.as_str()]))
     }
 
-    /// Runs `rekindle reboot vmm NAME --how HOW ...`, which may fail.
+    /// Runs `rekindle replace-qemu NAME --how HOW ...`, which may fail.
     pub fn reboot(&self, how: &str, arguments: &[&str]) -> CommandResult {
-        let first = ["--json", "reboot", "vmm", &self.name, "--how", how];
+        let first = ["--json", "replace-qemu", &self.name, "--how", how];
         self.lab.rekindle(first.into_iter().chain(arguments.iter().copied()))
     }
 
@@ -168,7 +168,7 @@ impl<'a> Guest<'a> {
         self.reboot("warm", arguments).ok().json()["vms"][0].clone()
     }
 
-    /// Returns the status that `rekindle ls` reports.
+    /// Returns the status that `rekindle status` reports.
     #[track_caller]
     pub fn status(&self) -> String {
         let listed = self.lab.rekindle(["--json", "ls"]).ok().json();

@@ -76,7 +76,7 @@ fn a_failing_device_causes_errors_in_the_guest_only_for_the_failing_blocks() {
     assert_fails(&guest, "write vda 3000 32 4");
     small.empty();
     device.repair();
-    guest.lab.rekindle(["reboot", "os", &guest.name]).ok();
+    guest.lab.rekindle(["reboot", &guest.name]).ok();
     guest.wait_ready();
     assert_content(&guest, &device);
     guest.assert_sound();

@@ -22,7 +22,7 @@ fn cache_counts(guest: &Guest<'_>) -> Option<CacheCounts> {
 
 fn reboot_os(guest: &Guest<'_>, how: &[&str]) -> Value {
     let boot = guest.boot_id();
-    let words = ["--json", "reboot", "os", &guest.name].into_iter().chain(how.iter().copied());
+    let words = ["--json", "reboot", &guest.name].into_iter().chain(how.iter().copied());
     let report = guest.lab.rekindle(words).ok().json();
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot, "the guest was not booted");
@@ -57,7 +57,7 @@ fn a_rebooted_guest_is_served_from_its_retained_cache() {
     assert_eq!((report["how"].as_str(), &report["kept"]), (Some("cold"), &Value::Null));
     assert_eq!(cache_counts(&guest), None);
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
-    guest.rekindle(&["show", "--timeline"]).ok().prints(&["reboot os --how cold"]);
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&["reboot --how cold"]);
 
     let server = server(&guest).expect("a server");
     guest.rekindle(&["stop"]).ok();
@@ -186,7 +186,7 @@ fn a_reboot_that_is_killed_after_the_cache_was_retained_is_finished_with_that_ca
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = boot_with_cached_blocks(&lab, "unfinished", &path);
-    let mut command = guest.lab.command(["reboot", "os", &guest.name]);
+    let mut command = guest.lab.command(["reboot", &guest.name]);
     command.env("REKINDLE_FAULT", "cold.renew.memory:kill");
     assert_ne!(guest.lab.finish(command).code, Some(0));
     guest.rekindle(&["recover"]).ok().prints(&["the guest was booted"]);
@@ -200,7 +200,7 @@ fn a_warm_cache_is_rejected_if_no_disk_has_a_server() {
     let lab = Lab::new();
     let guest = lab.vm("plain").boot(&[]);
     let boot = guest.boot_id();
-    let refused = lab.rekindle(["reboot", "os", "plain", "--how", "warm-cache"]);
+    let refused = lab.rekindle(["reboot", "plain", "--how", "warm-cache"]);
     refused.status(1).prints(&["plain was not rebooted", "`server = true`", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
     assert_eq!(reboot_os(&guest, &[])["how"], "cold", "the default if no disk has a server");

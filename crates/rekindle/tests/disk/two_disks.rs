@@ -54,7 +54,7 @@ fn server(guest: &Guest<'_>, number: usize) -> Process {
 }
 
 fn reboot(guest: &Guest<'_>) -> Value {
-    let report = guest.lab.rekindle(["--json", "reboot", "os", &guest.name]).ok().json();
+    let report = guest.lab.rekindle(["--json", "reboot", &guest.name]).ok().json();
     guest.wait_ready();
     report
 }
@@ -184,7 +184,7 @@ fn recover_completes_a_killed_reboot_with_both_caches() {
     for point in points {
         assert_reads(&guest, &images);
         let boot = guest.boot_id();
-        let mut command = lab.command(["reboot", "os", &guest.name]);
+        let mut command = lab.command(["reboot", &guest.name]);
         command.env("REKINDLE_FAULT", format!("{point}:kill"));
         let result = lab.finish(command);
         assert_eq!((result.code, guest.status().as_str()), (None, "needs-recovery"), "{point}: {result}");

@@ -276,7 +276,7 @@ impl<'a> Case<'a> {
     fn run(&self, outcome: Outcome) {
         let Self { guest, how, .. } = self;
         let watch = Watch::start(&guest.lab.run_root());
-        let mut command = guest.lab.command(["reboot", "vmm", &guest.name, "--how", how]);
+        let mut command = guest.lab.command(["replace-qemu", &guest.name, "--how", how]);
         command.env("REKINDLE_FAULT", self.fault);
         let reboot = guest.lab.finish(command);
         watch.end();
@@ -402,7 +402,7 @@ fn a_failed_preparation_leaves_a_stopped_guest_stopped() {
     let lab = Lab::new();
     let guest = lab.vm("calm").boot(&[]);
     let source = guest.only_qemu();
-    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    let mut command = lab.command(["replace-qemu", &guest.name]);
     let mut reboot = command.env("REKINDLE_FAULT", "warm.prepare.recorded:stop").spawn().unwrap();
     let state = |pid: u32| {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
@@ -435,7 +435,7 @@ fn recover_can_itself_be_killed() {
         ("saved", "saved.renew.old-gone:kill"),
         ("saved", "saved.resume.journalled:kill"),
     ] {
-        let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", how]);
+        let mut command = lab.command(["replace-qemu", &guest.name, "--how", how]);
         command.env("REKINDLE_FAULT", fault);
         lab.finish(command).killed();
         let watch = Watch::start(&lab.run_root());
@@ -462,7 +462,7 @@ fn both_qemus_die_after_the_state_was_saved() {
     let guest = lab.vm("both").boot(&[]);
     guest.touch("16M");
     let boot = guest.boot_id();
-    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    let mut command = lab.command(["replace-qemu", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     lab.finish(command).killed();
     assert_eq!(guest.qemus().len(), 2, "{}", lab.state_report());
@@ -484,7 +484,7 @@ fn both_qemus_die_after_the_state_was_saved() {
 fn the_watch_sees_two_qemus_that_run_one_guest() {
     let lab = Lab::new();
     let guest = lab.vm("twice").boot(&[]);
-    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    let mut command = lab.command(["replace-qemu", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     lab.finish(command);
     let watch = Watch::start(&lab.run_root());

@@ -223,9 +223,9 @@ fn a_guest_that_cannot_be_carried_is_named_and_no_guest_is_stopped() {
         guest.assert_sound();
         assert_eq!(guest.status(), "running");
     }
-    let refused = lab.rekindle(["reboot", "host", "--dry-run"]).status(1);
+    let refused = lab.rekindle(["reboot-host", "--dry-run"]).status(1);
     refused.prints(&["bad:", "good:", "lost with this kernel", "--others saved"]);
-    lab.rekindle(["reboot", "host", "--how", "saved", "--others", "cold", "--dry-run"])
+    lab.rekindle(["reboot-host", "--how", "saved", "--others", "cold", "--dry-run"])
         .ok()
         .prints(&["good: saved", "bad: cold"]);
     assert_nothing_kept(&lab);

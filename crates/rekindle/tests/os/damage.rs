@@ -93,7 +93,7 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
             wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
             guest.wait_ready();
         } else {
-            let report = guest.rekindle(&["--json", "reboot", "os", "--how", "warm-cache"]).ok().json();
+            let report = guest.rekindle(&["--json", "reboot", "--how", "warm-cache"]).ok().json();
             assert!(report["kept"]["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{report}");
             guest.wait_ready();
         }

@@ -20,7 +20,7 @@ fn wait_saved(guest: &Guest<'_>, name: &str) {
 #[track_caller]
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
     let report = wait_for("the VM to be free", DEADLINE, || {
-        let words = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter();
+        let words = ["--json", "reboot", &guest.name, "--how", "phase"].into_iter();
         let result = guest.lab.rekindle(words.chain(arguments.iter().copied()));
         let is_busy = result.code == Some(1) && result.stderr.contains("saving a phase");
         (!is_busy).then(|| result.ok().json())

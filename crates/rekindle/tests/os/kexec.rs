@@ -1,4 +1,4 @@
-//! `rekindle reboot os --how kexec`: the Debian guest's kernel starts another kernel, in the same QEMU.
+//! `rekindle reboot --how kexec`: the Debian guest's kernel starts another kernel, in the same QEMU.
 
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_qemu::agent;
@@ -13,7 +13,7 @@ fn sh(guest: &Guest<'_>, command: &str) -> agent::ProgramResult {
 }
 
 fn kexec(guest: &Guest<'_>, arguments: &[&str]) -> crate::common::CommandResult {
-    let words = ["--json", "reboot", "os", &guest.name, "--how", "kexec"].into_iter().chain(arguments.iter().copied());
+    let words = ["--json", "reboot", &guest.name, "--how", "kexec"].into_iter().chain(arguments.iter().copied());
     guest.lab.rekindle(words)
 }
 
@@ -49,7 +49,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     let console = std::fs::read_to_string(guest.file("console.log")).unwrap();
     assert!(!console.contains("failed"), "{console}");
     guest.rekindle(&["show", "--timeline"]).ok().prints(&[
-        "reboot os --how kexec",
+        "reboot --how kexec",
         "load the kernel",
         "start the new kernel",
     ]);
@@ -78,7 +78,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
             let port = guest.only_qemu().directory.join("agent.sock");
             agent::boot_id(&port, ANSWER).ok()
         });
-        let mut command = lab.command(["reboot", "os", &guest.name, "--how", "kexec"]);
+        let mut command = lab.command(["reboot", &guest.name, "--how", "kexec"]);
         command.env("REKINDLE_FAULT", fault);
         lab.finish(command).killed();
         assert_eq!(guest.status(), "needs-recovery", "{fault}");
@@ -90,7 +90,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     }
 
     // A cold reboot: the agent shuts the guest down.
-    let report = lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "cold"]).ok().json();
+    let report = lab.rekindle(["--json", "reboot", &guest.name, "--how", "cold"]).ok().json();
     assert_eq!(report["ended"], "by-agent", "{report}");
     guest.wait_ready();
     assert_ne!(guest.only_qemu().process, qemu);
@@ -104,14 +104,14 @@ fn a_guest_without_an_agent_is_rejected_with_a_remedy() {
     let boot = guest.boot_id();
     kexec(&guest, &[]).status(1).prints(&["mute was not rebooted", "qemu-guest-agent", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
-    lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).prints(&["--how kexec"]);
+    lab.rekindle(["reboot", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).prints(&["--how kexec"]);
     // A kexec of a VM without an agent port is rejected, too.
     let bare = lab.vm("bare").section("[devices]\nagent = false\n").boot(&[]);
     kexec(&bare, &[]).status(1).prints(&["agent = false"]);
     // A cold reboot by the power button; a guest that ignores the button is powered off.
-    let report = lab.rekindle(["--json", "reboot", "os", "mute", "--how", "cold"]).ok().json();
+    let report = lab.rekindle(["--json", "reboot", "mute", "--how", "cold"]).ok().json();
     assert_eq!(report["ended"], "by-acpi", "{report}");
     let deaf = lab.vm("deaf").key("shutdown_timeout = \"1s\"").append("rekindle.ignore_power=1").boot(&[]);
-    lab.rekindle(["reboot", "os", "deaf", "--how", "cold"]).ok().prints(&["it was powered off"]);
+    lab.rekindle(["reboot", "deaf", "--how", "cold"]).ok().prints(&["it was powered off"]);
     deaf.wait_ready();
 }

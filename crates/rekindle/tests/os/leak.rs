@@ -42,7 +42,7 @@ fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
         "SUnreclaim grew by {grown} bytes after a leak of {LEAK}"
     );
     assert!(available - leaked["MemAvailable"] * 1024 > LEAK - 4 * TOLERANCE);
-    let words = ["--json", "reboot", "os", &guest.name].into_iter().chain(arguments.iter().copied());
+    let words = ["--json", "reboot", &guest.name].into_iter().chain(arguments.iter().copied());
     let report = guest.lab.rekindle(words).ok().json();
     guest.wait_ready();
     assert_eq!(get(guest)["leaked_bytes"], 0, "{arguments:?}");

@@ -1,4 +1,4 @@
-//! `rekindle reboot os`: a guest's own operating system.
+//! `rekindle reboot`: a guest's own operating system.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

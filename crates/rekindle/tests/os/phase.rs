@@ -1,4 +1,4 @@
-//! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, but never from a phase that has
+//! `rekindle reboot --how phase`: a guest resumes from a phase of an earlier boot, but never from a phase that has
 //! read disk blocks which were written since.
 
 use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
@@ -38,7 +38,7 @@ fn announce(guest: &Guest<'_>) {
 }
 
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> CommandResult {
-    let words = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter().chain(arguments.iter().copied());
+    let words = ["--json", "reboot", &guest.name, "--how", "phase"].into_iter().chain(arguments.iter().copied());
     guest.lab.rekindle(words)
 }
 
@@ -101,7 +101,7 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     let console = fs::read_to_string(guest.file("console.log")).unwrap();
     assert!(console.contains("rekindle-phase services: restored "), "{console}");
     guest.rekindle(&["show", "--timeline"]).ok().prints(&[
-        "reboot os --how phase",
+        "reboot --how phase",
         "choose a candidate",
         "notify the guest of the time",
     ]);
@@ -190,11 +190,11 @@ fn unknown_phases_are_rejected_and_failures_to_save_one_do_no_harm() {
     let boot = plain.boot_id();
     reboot(&plain, &[]).status(1).prints(&["plain was not rebooted", "[phase]", "--how cold"]);
     let freeze = ["--how", "cold", "--end", "freeze"];
-    lab.rekindle(["reboot", "os", "plain"].into_iter().chain(freeze))
+    lab.rekindle(["reboot", "plain"].into_iter().chain(freeze))
         .status(1)
         .prints(&["no agent answers", "omit --end freeze"]);
-    plain.rekindle(&["reboot", "os", "--how", "kexec", "--end", "freeze"]).status(2).prints(&["--how kexec"]);
-    plain.rekindle(&["reboot", "os", "--candidate", "kernel"]).status(2).prints(&["--how phase"]);
+    plain.rekindle(&["reboot", "--how", "kexec", "--end", "freeze"]).status(2).prints(&["--how kexec"]);
+    plain.rekindle(&["reboot", "--candidate", "kernel"]).status(2).prints(&["--how phase"]);
     assert_eq!((plain.boot_id(), plain.status()), (boot, "running".into()));
     // No process listens for phases: the announcement has no effect.
     plain.ask("phase services");
@@ -267,7 +267,7 @@ fn after_every_fault_a_guest_runs() {
     ] {
         wait_saved(&guest, "kernel");
         guest.ask(&format!("write vda 2000 16 {}", fault.len()));
-        let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase"]);
+        let mut command = lab.command(["reboot", &guest.name, "--how", "phase"]);
         command.env("REKINDLE_FAULT", fault);
         let qemu = guest.only_qemu().process;
         let result = lab.finish(command);
@@ -333,7 +333,7 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     let saving = lock(phases::SAVING);
     let attempts = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).unwrap();
     inotify::add_watch(&attempts, rundir.file("lock"), inotify::WatchFlags::OPEN).unwrap();
-    let mut command = lab.command(["--json", "reboot", "os", &guest.name, "--how", "phase"]);
+    let mut command = lab.command(["--json", "reboot", &guest.name, "--how", "phase"]);
     let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
     wait_for("the reboot to try the lock", DEADLINE, || rustix::io::read(&attempts, &mut [0; 64]).ok());
     assert!(child.try_wait().unwrap().is_none(), "the reboot did not wait");

@@ -98,8 +98,7 @@ fn reboot(guest: &Guest<'_>) -> Value {
 /// Reboots the guest by phase as [`reboot`] does, with `--end`. Asserts that the report states how the guest `ended`.
 #[track_caller]
 fn reboot_by(guest: &Guest<'_>, end: &str, ended: &str) -> Value {
-    let report =
-        guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase", "--end", end]).ok().json();
+    let report = guest.lab.rekindle(["--json", "reboot", &guest.name, "--how", "phase", "--end", end]).ok().json();
     assert_eq!(report["ended"], ended, "{report}\n{}", guest.lab.state_report());
     guest.wait_ready();
     wait_booted(guest);
@@ -214,7 +213,7 @@ fn data_written_before_a_freeze_survives_the_reboot() {
     }
     // Rekindle is killed while the guest is frozen: `recover` thaws it, so that it can be shut down.
     write(&guest, "/srv/data", rounds + 1);
-    let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase", "--end", "freeze"]);
+    let mut command = lab.command(["reboot", &guest.name, "--how", "phase", "--end", "freeze"]);
     command.env("REKINDLE_FAULT", "cold.suspend.frozen:kill");
     lab.finish(command).killed();
     assert_eq!(guest.status(), "needs-recovery");
@@ -225,7 +224,7 @@ fn data_written_before_a_freeze_survives_the_reboot() {
     // A backup program may have frozen the file systems: they stay frozen.
     let port = guest.only_qemu().directory.join("agent.sock");
     agent::freeze(&port, ANSWER).unwrap();
-    let words = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
+    let words = ["reboot", &guest.name, "--how", "cold", "--end", "freeze"];
     lab.rekindle(words).status(1).prints(&["frozen already", "runs as before"]);
     agent::thaw(&port, ANSWER).unwrap();
     // A cold reboot with a freeze keeps the data, too.

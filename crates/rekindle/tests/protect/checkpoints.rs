@@ -122,7 +122,7 @@ fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
             drop(protector);
             // ... and a new QEMU does not get such memory. The failed reboot starts the VM's helpers again, and so the
             // pager.
-            guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["still being loaded", "rekindle recover"]);
+            guest.rekindle(&["replace-qemu"]).status(1).prints(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);

@@ -118,7 +118,7 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
     // The protector is killed after a commit, with frames that are still held: the next checkpoint releases them.
     start("output.committed:kill").wait_killed();
     assert_silent();
-    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["--output-commit", "rekindle release holds"]);
+    guest.rekindle(&["replace-qemu"]).status(1).prints(&["--output-commit", "rekindle release holds"]);
     let mut protector = start("");
     protector.next_checkpoint();
     guest.wait_ready();

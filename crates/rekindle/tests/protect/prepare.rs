@@ -117,7 +117,7 @@ fn a_prepared_restore_uses_the_newest_checkpoint() {
     let refused = ["prepared for a restore", "rekindle stop ready"];
     spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).prints(&refused);
     spare.rekindle(&["protect", "ready", "--store", &store]).status(1).prints(&refused);
-    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).prints(&refused);
+    spare.rekindle(&["replace-qemu", "ready"]).status(1).prints(&refused);
     spare.rekindle(&["recover", "ready"]).ok().prints(&["nothing to recover"]);
     spare.rekindle(&["show", "ready"]).ok().prints(&["is prepared", &qemu.process.pid.to_string()]);
     assert_eq!(spare.qemu().process, qemu.process);
@@ -147,7 +147,7 @@ fn a_prepared_restore_uses_the_newest_checkpoint() {
     assert_eq!(spare.status("ready"), "running");
     assert_eq!(spare.json(&["show", "ready"])["prepared"], Value::Null);
     // The VM is like any other: its QEMU can be replaced, and its guest can be protected.
-    spare.rekindle(&["reboot", "vmm", "ready"]).ok();
+    spare.rekindle(&["replace-qemu", "ready"]).ok();
     assert_eq!(guest.boot_id(), boot);
     spare.rekindle(&["protect", "ready", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
     guest.verify();

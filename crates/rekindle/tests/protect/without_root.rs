@@ -447,7 +447,7 @@ fn vms_of_two_ordinary_users_are_protected_replaced_and_restored_without_a_privi
         wait_for("a checkpoint", DEADLINE, || (account.newest_checkpoint() > 0).then_some(()));
         assert_processes(account, &protected);
         let before = account.qemu();
-        account.rekindle(&["reboot", "vmm", VM]).ok();
+        account.rekindle(&["replace-qemu", VM]).ok();
         assert_ne!(account.qemu(), before);
         account.guest.verify();
         account.wait_checkpoint();

@@ -128,7 +128,7 @@ fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     assert!(guest.tick() + 10_000 > tick);
     wait_filled(guest);
     assert_eq!(protect(&lab, "foreign", &lab.path("cow"), &["--count", "2"]).len(), 2);
-    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
+    guest.rekindle(&["replace-qemu"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
     guest.assert_sound();
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
@@ -437,7 +437,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     // Commands that Rekindle rejects for a QEMU that it has not started.
     attach_to(name, &foreign.socket()).status(1).prints(&["runs already"]);
     vm(&["stop", "--now"]).status(1).prints(&["attached to", "the program that started it", "rekindle detach"]);
-    vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
+    vm(&["replace-qemu"]).status(1).prints(&["attached to", "rekindle detach"]);
     let unreachable = ["move", name, "--to", "b", "--ssh", "false", "--store", "/nonexistent"];
     lab.rekindle(unreachable).status(1).prints(&["an attached QEMU without libvirt", "rekindle restore"]);
     vm(&["console"]).status(1).prints(&["attached to"]);

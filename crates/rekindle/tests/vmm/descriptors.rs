@@ -78,7 +78,7 @@ fn a_command_with_too_low_a_limit_of_open_files_names_it_and_changes_nothing() {
         &["run", other.to_str().unwrap()],
         &protect,
         &["restore", "few", "--store", store_path],
-        &["reboot", "vmm", "few"],
+        &["replace-qemu", "few"],
         &["recover", "few"],
         &["pager", "few"],
         &["disk", "serve", &other_disk, "--socket", &socket],
@@ -97,7 +97,7 @@ fn a_command_with_too_low_a_limit_of_open_files_names_it_and_changes_nothing() {
     assert!(!Path::new(&socket).exists() && !lab.run_root().join("other").exists());
     guest.assert_sound();
     // The limit that the errors name suffices.
-    rekindle_with_limit(&lab, ENOUGH + 48, &["reboot", "vmm", "few"]).ok();
+    rekindle_with_limit(&lab, ENOUGH + 48, &["replace-qemu", "few"]).ok();
     assert_kept(&guest, &image, &boot);
     rekindle_with_limit(&lab, ENOUGH, &protect).ok();
     crash(&guest);

@@ -210,7 +210,7 @@ fn a_server_that_dies_during_an_operation_is_restarted() {
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("during").section(&section(&path, "")).boot(&[]);
     // The reboot is stopped while it holds the VM's lock.
-    let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "warm"]);
+    let mut command = lab.command(["replace-qemu", &guest.name, "--how", "warm"]);
     let mut reboot = command.env("REKINDLE_FAULT", "warm.prepare.ready:stop").spawn().unwrap();
     let stopped = Process::of(reboot.id()).unwrap();
     let stat = || fs::read_to_string(format!("/proc/{}/stat", stopped.pid)).unwrap();

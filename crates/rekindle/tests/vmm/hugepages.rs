@@ -27,7 +27,7 @@ fn left_kib(ram: &Path) -> u64 {
 /// Runs a reboot with an injected fault.
 fn reboot_with_fault(guest: &Guest<'_>, fault: &str) -> crate::common::CommandResult {
     let watch = Watch::start(&guest.lab.run_root());
-    let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
+    let mut command = guest.lab.command(["replace-qemu", &guest.name]);
     command.env("REKINDLE_FAULT", fault);
     let result = guest.lab.finish(command);
     watch.end();

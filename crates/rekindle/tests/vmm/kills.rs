@@ -52,7 +52,7 @@ fn a_guest_keeps_its_memory_when_rekindle_is_killed_at_random_moments() {
         let delay = Duration::from_secs_f64((from + random.f64() * (1.1 * whole - from)) / 1000.);
         eprintln!("round {round}: {arguments:?}, after {delay:?}");
         let watch = Watch::start(&lab.run_root());
-        let words = [&["reboot", "vmm", "random"], *arguments].concat();
+        let words = [&["replace-qemu", "random"], *arguments].concat();
         kills += u64::from(kill_after(&lab, delay, &words));
         // `ls` and `show` work at any time, and the status shows whether `recover` is required.
         let status = guest.status();

@@ -1,4 +1,4 @@
-//! `rekindle reboot vmm` and `attach`: replacing and adopting QEMUs.
+//! `rekindle replace-qemu` and `attach`: replacing and adopting QEMUs.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

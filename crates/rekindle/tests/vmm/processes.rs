@@ -78,7 +78,7 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
     // Try each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume
     // the guest.
     for fault in ["warm.prepare.spawned:kill", "warm.resume.journalled:kill", "warm.resume.resumed:kill"] {
-        let mut command = lab.command(["reboot", "vmm", "web"]);
+        let mut command = lab.command(["replace-qemu", "web"]);
         command.env("REKINDLE_FAULT", fault);
         lab.finish(command).killed();
         guest.rekindle(&["recover"]).ok();
@@ -143,7 +143,7 @@ fn recover_does_not_kill_a_destination_that_may_have_resumed_and_does_not_answer
     let guest = lab.vm("web").boot(&[]);
     let boot = guest.boot_id();
     let source = guest.only_qemu().process;
-    let mut command = lab.command(["reboot", "vmm", "web"]);
+    let mut command = lab.command(["replace-qemu", "web"]);
     command.env("REKINDLE_FAULT", "warm.resume.resumed:kill");
     lab.finish(command).killed();
     // The guest runs in the new QEMU, and the old one still exists.

@@ -52,7 +52,7 @@ fn a_guest_that_returns_to_its_qemu_has_all_its_queues() {
     let guest = boot(&lab, "returned");
     let (boot_id, source) = (guest.boot_id(), guest.only_qemu().process);
     let warm = |fault: &str| {
-        let mut command = lab.command(["reboot", "vmm", "returned", "--how", "warm"]);
+        let mut command = lab.command(["replace-qemu", "returned", "--how", "warm"]);
         command.env("REKINDLE_FAULT", fault);
         lab.finish(command)
     };

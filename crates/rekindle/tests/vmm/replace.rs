@@ -1,4 +1,4 @@
-//! `rekindle reboot vmm` with running guests: the guests keep their memory and connections, and the report is complete.
+//! `rekindle replace-qemu` with running guests: the guests keep their memory and connections, and the report is complete.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, Watch, assert_ticks_once, major, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
@@ -68,10 +68,10 @@ fn warm_keeps_memory_connections_console_and_video() {
     guest.assert_sound();
     console.detach();
     let drawn = guest.rekindle(&["show", "--timeline"]).ok();
-    drawn.prints(&["reboot vmm --how warm of warm", "suspend", "settle", "█"]);
+    drawn.prints(&["replace-qemu --how warm of warm", "suspend", "settle", "█"]);
     let entries = guest.rekindle(&["--json", "show", "--timeline"]).ok().json();
     assert!(entries.as_array().unwrap().iter().all(|entry| entry["vm"] == "warm"), "{entries:#}");
-    let lines = guest.lab.rekindle(["reboot", "vmm", "warm"]).ok();
+    let lines = guest.lab.rekindle(["replace-qemu", "warm"]).ok();
     lines.prints(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
@@ -179,13 +179,13 @@ fn saved_keeps_memory_and_cold_does_not() {
 #[test]
 fn all_are_rebooted_together_and_one_that_fails_does_not_stop_the_others() {
     let lab = Lab::new();
-    lab.rekindle(["reboot", "vmm", "--all"]).status(2).prints(&["no VM runs"]);
+    lab.rekindle(["replace-qemu", "--all"]).status(2).prints(&["no VM runs"]);
     let names = ["one", "two", "three"];
     let started: Vec<_> = names.iter().map(|name| lab.vm(name).memory("112M").start(&[])).collect();
     started.iter().for_each(Guest::wait_ready);
     let before: Vec<_> = started.iter().map(|guest| (guest.boot_id(), guest.touch("16M"))).collect();
     let watch = Watch::start(&lab.run_root());
-    let report = lab.rekindle(["--json", "reboot", "vmm", "--all"]).ok().json();
+    let report = lab.rekindle(["--json", "replace-qemu", "--all"]).ok().json();
     watch.end();
     let vms = report["vms"].as_array().unwrap();
     assert_eq!(vms.len(), 3, "{report:#}");
@@ -207,7 +207,7 @@ fn all_are_rebooted_together_and_one_that_fails_does_not_stop_the_others() {
     }
     // One of the VMs cannot be handed over: it fails, and the others are rebooted.
     let _ = started[1].only_qemu().process.kill();
-    let mixed = lab.rekindle(["--json", "reboot", "vmm", "one", "two", "three"]).status(1).json();
+    let mixed = lab.rekindle(["--json", "replace-qemu", "one", "two", "three"]).status(1).json();
     let outcomes: Vec<_> = mixed["vms"].as_array().unwrap().iter().map(|vm| vm["outcome"].clone()).collect();
     assert_eq!(outcomes, ["done", "failed", "done"], "{mixed:#}");
     started[0].verify();

@@ -57,7 +57,7 @@ use Victim::{Pager, PagerBroker, Server, ServerBroker, Watch};
 /// The point before a command starts.
 const BEFORE: &str = "";
 
-/// Faults of `reboot vmm --how warm`. At the other points of [`rekindle_vm::fault::POINTS`] no helper has another part in the
+/// Faults of `replace-qemu --how warm`. At the other points of [`rekindle_vm::fault::POINTS`] no helper has another part in the
 /// operation than at one of these.
 const REPLACEMENTS: &[(&str, Victim, Fault, Outcome)] = &[
     (BEFORE, Server, Stop, AsItWas),
@@ -200,7 +200,7 @@ fn a_replacement_loses_nothing_when_a_helper_is_killed_or_stopped_at_any_point()
     let guest = &vm.guest;
     walk(REPLACEMENTS, |(point, victim, fault, outcome)| {
         let source = guest.only_qemu().process;
-        let (result, process) = run_with_fault(guest, &["reboot", "vmm", "stalls"], (point, victim, fault));
+        let (result, process) = run_with_fault(guest, &["replace-qemu", "stalls"], (point, victim, fault));
         let running = guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count();
         if fault == Stop {
             process.resume().unwrap();
@@ -340,7 +340,7 @@ fn a_protector_that_is_stopped_in_a_pause_is_named_and_its_guest_runs_again_afte
         is_paused.then_some(())
     });
     let source = guest.single_qemu().process;
-    let result = guest.rekindle(&["reboot", "vmm"]).status(1);
+    let result = guest.rekindle(&["replace-qemu"]).status(1);
     assert_names(&result, Stop, process);
     assert_eq!(guest.single_qemu().process, source);
     // It continues: no commit is lost, and the replacement succeeds.
@@ -380,7 +380,7 @@ fn no_command_hangs_when_the_queue_of_a_stopped_server_is_full() {
     let status = guest.status();
     assert!(status.contains("degraded") && status.contains(&named), "{status}");
     guest.rekindle(&["show"]).ok().prints(&[&named]);
-    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["nothing was stopped", &named]);
+    guest.rekindle(&["replace-qemu"]).status(1).prints(&["nothing was stopped", &named]);
     assert_eq!(server(guest), Some(stopped), "another server was started");
     stopped.resume().unwrap();
     vm.assert_kept();

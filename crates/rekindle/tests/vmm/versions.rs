@@ -1,5 +1,5 @@
 //! Guests on every supported QEMU, and moved from each of them to each other: by replacing the QEMU under a running
-//! guest (`rekindle reboot vmm`), and by restoring a checkpoint of a crashed guest with another QEMU.
+//! guest (`rekindle replace-qemu`), and by restoring a checkpoint of a crashed guest with another QEMU.
 //!
 //! | function | QEMU |
 //! |---|---|
@@ -183,7 +183,7 @@ fn protect_restore_and_reboot_on(qemu: &'static Path) {
     guest.ask("drop-caches");
     assert_eq!(digest_in_guest(&guest), written);
     // By default, a reboot keeps the old memory as a cache of the disk for the new boot: method `warm-cache`.
-    let report: Value = lab.rekindle(["--json", "reboot", "os", &guest.name]).ok().json();
+    let report: Value = lab.rekindle(["--json", "reboot", &guest.name]).ok().json();
     guest.wait_ready();
     assert_eq!(report["how"], "warm-cache");
     assert!(report["kept"]["bytes"].as_u64().unwrap() > 0, "{report}");

@@ -29,7 +29,7 @@ pub struct DefinitionError {
 #[non_exhaustive]
 pub enum Problem {
     /// The file is missing or not readable as text.
-    #[error("cannot read the definition")]
+    #[error("cannot read the definition; write the path of the VM's TOML file")]
     Unreadable(#[source] io::Error),
     /// The file is XML.
     #[error("{0}")]

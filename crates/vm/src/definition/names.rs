@@ -49,6 +49,12 @@ impl Name {
     /// The largest number of characters.
     pub const MAX: usize = 63;
 
+    /// Returns whether a new VM cannot have this name, because it is a subcommand of `rekindle reboot`.
+    #[must_use]
+    pub fn is_reserved(&self) -> bool {
+        ["vmm", "os", "host"].contains(&self.as_str())
+    }
+
     /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0

@@ -36,7 +36,7 @@ fn limited(what: &str, found: String, hint: &str) -> Finding {
 }
 
 fn not_set_up(found: String) -> Finding {
-    limited("host reboot", found, &format!("for reboot host --how warm: {INIT_COMMAND}"))
+    limited("host reboot", found, &format!("for reboot-host --how warm: {INIT_COMMAND}"))
 }
 
 fn examine_device(reserve: Reserve) -> Finding {

@@ -22,7 +22,7 @@ use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, ram};
 use std::time::Instant;
 
-const OPERATION: &str = "reboot os --how phase";
+const OPERATION: &str = "reboot --how phase";
 
 /// Reboots the guest of VM `name` from a candidate; if `only_phase` is given, from the candidate of that phase. If
 /// `find_other_problem` returns a problem for the locked VM, fails and changes nothing.

@@ -169,7 +169,7 @@ fn load_starts_relative_paths_from_the_files_own_folder() {
     assert_eq!(vm.qemu, dir.path().join("bzImage"));
     let errors = Definition::load(dir.path().join("none.toml")).unwrap_err().to_string();
     assert!(
-        errors.ends_with("none.toml: cannot read the definition: No such file or directory (os error 2)"),
+        errors.ends_with("none.toml: cannot read the definition; write the path of the VM's TOML file: No such file or directory (os error 2)"),
         "{errors}"
     );
 }
