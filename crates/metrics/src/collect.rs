@@ -161,7 +161,7 @@ impl Collector {
     }
 }
 
-/// Adds whether an operation was interrupted, as `rekindle ls` determines it.
+/// Adds whether an operation was interrupted, as `rekindle status` determines it.
 fn add_interruption(snapshot: &mut Snapshot, rundir: &RunDir) -> io::Result<()> {
     // Read the journal first: an operation that ends in between removes its journal before it releases the lock.
     let journal = match Journal::read(rundir)? {

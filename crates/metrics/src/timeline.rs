@@ -193,7 +193,7 @@ impl TimelineCounts {
     fn finish_if_resumed(&mut self) {
         let Some(current) = &mut self.current else { return };
         let (Some(suspended), Some(resumed)) = (current.suspended_ns, current.resumed_ns) else { return };
-        let is_replacement = current.name == "replace-qemu" || current.name.starts_with("reboot vmm");
+        let is_replacement = current.name.starts_with("replace-qemu");
         if current.is_counted || !is_replacement {
             return;
         }
@@ -220,7 +220,7 @@ mod tests {
     use std::fs::{self, OpenOptions};
     use std::io::Write;
 
-    const WARM: &str = "reboot vmm --how warm";
+    const WARM: &str = "replace-qemu --how warm";
 
     fn entry(operation: &str, phase: Phase, start_ms: u64, ms: u64) -> Entry {
         Entry {
