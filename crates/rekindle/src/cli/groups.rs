@@ -34,7 +34,7 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group { heading: "Stores", commands: &["store"] },
-    Group { heading: "Hosts and guests' systems", commands: &["reboot", "reboot-host", "host"] },
+    Group { heading: "Hosts and guests' systems", commands: &["reboot", "reboot-host", "host", "metrics"] },
     Group { heading: "Plumbing", commands: &["disk", "pager", "release", "ocf", "probe", "monitor"] },
 ];
 

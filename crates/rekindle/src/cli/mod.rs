@@ -443,9 +443,9 @@ Examples:
   rekindle monitor --out samples.jsonl
   rekindle monitor web --service web=http://10.0.0.2/ --every 10s")]
     Monitor(Monitor),
-    /// Serve metrics of this host's guests to Prometheus over HTTP, until interrupted.
+    /// Serve metrics of this host's guests to Prometheus over HTTP.
     ///
-    /// It reads files and /proc only: no guest, QEMU or helper notices it. docs/metrics.md has the metrics and the alert
+    /// Runs until it is interrupted. It reads files and /proc only: no guest, QEMU or helper notices it. docs/metrics.md has the metrics and the alert
     /// rules.
     ///
     /// Needs: the right to read the run directories. An ordinary user serves the figures of its own VMs; root those of

@@ -53,7 +53,8 @@ pub(super) fn merge(mut words: Vec<OsString>) -> Result<MergedWords, Usage> {
     // A wrong command line is reported when it is parsed again.
     let matches = subcommand.and_then(|_| Cli::command().ignore_errors(true).try_get_matches_from(&words).ok());
     let given = matches.as_ref().and_then(|matches| matches.subcommand_matches(PROTECT));
-    let given = given.filter(|given| !given.get_flag("no_settings"));
+    // A wrong option before this one leaves it without its default.
+    let given = given.filter(|given| given.get_one::<bool>("no_settings") != Some(&true));
     let name = given.and_then(|given| given.get_one::<Name>("name"));
     let (Some(subcommand), Some(given), Some(name)) = (subcommand, given, name) else {
         return Ok(MergedWords { words, read_file: None, settings: Settings::default() });
