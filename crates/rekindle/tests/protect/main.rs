@@ -16,6 +16,7 @@ mod object_store;
 mod output;
 mod owner;
 mod prepare;
+mod prometheus;
 mod service;
 mod store;
 mod trust;
