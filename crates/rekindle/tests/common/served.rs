@@ -45,6 +45,17 @@ pub fn read(guest: &Guest<'_>, first: u64, count: u64) -> String {
     guest.ask(&format!("read vda {first} {count}"))
 }
 
+/// Asserts that the guest runs with its memory, and with the start of its disk. `boot`: the ID of its boot.
+#[track_caller]
+pub fn assert_kept(guest: &Guest<'_>, image: &Path, boot: &str) {
+    const COMPARED: u64 = 64;
+    guest.wait_ready();
+    assert_eq!(guest.boot_id(), boot, "another boot of the guest");
+    guest.verify();
+    guest.ask("drop-caches");
+    assert_eq!(read(guest, 0, COMPARED), digest(image, 0, COMPARED));
+}
+
 pub fn status(guest: &Guest<'_>) -> Status {
     Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap()
 }

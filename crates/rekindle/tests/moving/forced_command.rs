@@ -1,7 +1,7 @@
 //! `rekindle move` with the real ssh, and a key that may only run `rekindle receive` on the destination host
 //! (`docs/move.md`).
 
-use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
+use super::{Pair, last, wait_filled};
 use crate::common::device::run;
 use crate::common::{CommandResult, Lab};
 use rekindle_testing::object_store::{BUCKET, ObjectStoreServer};
@@ -115,15 +115,7 @@ fn a_guest_moves_through_an_object_store() {
     SshServer::new(&pair.there).authorize_receive();
     let moved = last(&pair.run(&pair.here, &pair.there, &credentials).ok());
     assert_eq!(moved["there"]["prepared"], true, "{moved}");
-    wait_empty(&pair.here);
-    let guest = pair.guest(&pair.there);
-    guest.wait_ready();
-    assert_eq!(guest.boot_id(), boot);
-    assert!(guest.tick() >= tick);
-    assert_cache_matches_disk(&guest);
-    wait_filled(&guest);
-    guest.verify();
-    guest.assert_sound();
+    pair.assert_moved(&pair.here, &pair.there, &boot, tick);
     let verify = [&["--json", "store", "verify", pair.store.to_str().unwrap()], &credentials[..]].concat();
     assert_eq!(pair.there.rekindle(verify).ok().json()["bad"], serde_json::json!([]));
 }

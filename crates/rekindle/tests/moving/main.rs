@@ -62,6 +62,21 @@ impl Pair {
         common::first_guest(lab, self.name)
     }
 
+    /// Asserts that the guest has left `from` and runs in `to`: the same boot, no earlier than at `tick`, with its memory and
+    /// its disk.
+    #[track_caller]
+    fn assert_moved(&self, from: &Lab, to: &Lab, boot: &str, tick: u64) {
+        wait_empty(from);
+        let guest = self.guest(to);
+        guest.wait_ready();
+        assert_eq!(guest.boot_id(), boot);
+        assert!(guest.tick() >= tick);
+        assert_cache_matches_disk(&guest);
+        wait_filled(&guest);
+        guest.verify();
+        guest.assert_sound();
+    }
+
     fn boot(&self) -> Guest<'_> {
         self.boot_in(qemu_new())
     }
@@ -294,15 +309,7 @@ fn a_guest_does_not_run_from_loaded_state_that_differs_from_the_checkpoint() {
                 "{moved}"
             );
         }
-        wait_empty(from);
-        let guest = pair.guest(to);
-        guest.wait_ready();
-        assert_eq!(guest.boot_id(), boot);
-        assert!(guest.tick() >= tick);
-        assert_cache_matches_disk(&guest);
-        wait_filled(&guest);
-        guest.verify();
-        guest.assert_sound();
+        pair.assert_moved(from, to, &boot, tick);
     }
     assert!(altered >= 2, "too few messages were altered on the way");
 }

@@ -2,7 +2,7 @@
 
 use crate::common::interrupted::Interrupted;
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
-use crate::common::served::{digest, image, read, section, server};
+use crate::common::served::{assert_kept, digest, image, read, section, server};
 use crate::common::{CommandResult, Guest, Lab, Watch};
 use crate::qemu_user::user_of;
 use rekindle_kernel::process::Process;
@@ -48,16 +48,6 @@ fn set_limit(process: Process, limit: u64) {
     command.args([format!("--reuid={user}"), format!("--regid={user}"), "--clear-groups".into()]);
     command.args(["prlimit".into(), format!("--pid={}", process.pid), format!("--nofile={limit}:")]);
     assert!(command.status().unwrap().success(), "{command:?}");
-}
-
-/// Asserts that the guest runs, with its memory and its disk.
-#[track_caller]
-fn assert_kept(guest: &Guest<'_>, image: &Path, boot: &str) {
-    guest.wait_ready();
-    assert_eq!(guest.boot_id(), boot, "another boot of the guest");
-    guest.verify();
-    guest.ask("drop-caches");
-    assert_eq!(read(guest, 0, 64), digest(image, 0, 64));
 }
 
 #[test]

@@ -7,7 +7,7 @@
 
 use crate::common::interrupted::Interrupted;
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
-use crate::common::served::{digest, image, read, section, server, watcher};
+use crate::common::served::{assert_kept, image, section, server, watcher};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_disk::control::Control;
 use rekindle_kernel::process::Process;
@@ -17,9 +17,6 @@ use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
-
-/// Blocks of the disk that are read after each fault.
-const BLOCKS: u64 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
@@ -160,17 +157,6 @@ fn walk<T: Copy + std::fmt::Debug + Send + Sync>(rows: &[T], test: impl Fn(T) + 
     assert!(!rows.is_empty() && failed.is_empty(), "these rows failed, see above: {failed:?}");
 }
 
-/// Asserts that the guest runs, with its memory, its disk and its helpers.
-#[track_caller]
-fn assert_kept(guest: &Guest<'_>, image: &Path, boot: &str) {
-    guest.wait_ready();
-    assert_eq!(guest.boot_id(), boot, "another boot of the guest");
-    guest.verify();
-    guest.ask("drop-caches");
-    assert_eq!(read(guest, 0, BLOCKS), digest(image, 0, BLOCKS));
-    wait_for("the helpers", DEADLINE, || (guest.status() == "running").then_some(()));
-}
-
 /// A guest with a disk that is served.
 struct Served<'a> {
     guest: Guest<'a>,
@@ -187,9 +173,11 @@ impl<'a> Served<'a> {
         Self { guest, image, boot }
     }
 
+    /// Asserts that the guest runs, with its memory, its disk and its helpers.
     #[track_caller]
     fn assert_kept(&self) {
         assert_kept(&self.guest, &self.image, &self.boot);
+        wait_for("the helpers", DEADLINE, || (self.guest.status() == "running").then_some(()));
     }
 }
 
