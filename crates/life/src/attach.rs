@@ -5,6 +5,7 @@
 //! protector was killed.
 
 use rekindle_kernel::inject::{InjectError, Injector};
+use rekindle_kernel::process::Process;
 use rekindle_kernel::process::boot_id;
 use rekindle_kernel::sched;
 use rekindle_kernel::userfault::remote::RemoteError;
@@ -203,7 +204,7 @@ pub fn attach_locked(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor
     let foreign::Description { machine: foreign, vm_generation: generation } =
         inspect_guest(&adopted, &monitor, &mut qmp)?;
     let vcpus = count_processors(&mut qmp)?;
-    check_tracking(&adopted, &mut qmp)?;
+    check_tracking(adopted.process(), &mut qmp)?;
     let domain_xml = match monitor {
         Monitor::Libvirt { .. } => Some(rekindle_qemu::libvirt::portable_xml(&mut qmp)?),
         Monitor::Socket { .. } => None,
@@ -252,10 +253,14 @@ fn inspect_guest(adopted: &Adopted, monitor: &Monitor, qmp: &mut Qmp) -> Result<
     Err(AttachError::Obstacles { pid: adopted.pid, obstacles })
 }
 
-/// Checks that our rights suffice: opens a userfaultfd in QEMU and closes it again.
-fn check_tracking(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
-    let injector = Injector::new(adopted.process())?;
-    let device = userfaultfd::hand(qmp, adopted.process())?;
+/// Checks that the memory of this QEMU can be tracked, by this kernel and with our rights: opens a userfaultfd in QEMU and
+/// closes it again.
+///
+/// # Errors
+/// [`AttachError`]; it names the missing permission, or the version of Linux.
+pub fn check_tracking(qemu: Process, qmp: &mut Qmp) -> Result<(), AttachError> {
+    let injector = Injector::new(qemu)?;
+    let device = userfaultfd::hand(qmp, qemu)?;
     let checked = tracker::check_userfaultfd(injector, device);
     userfaultfd::take_back(qmp)?;
     Ok(checked?)

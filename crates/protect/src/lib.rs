@@ -7,6 +7,7 @@
 //! | [`policy`] | when pages are copied: `basic`, `cow`, `precopy` |
 //! | [`protector`] | takes checkpoints until it is stopped |
 //! | `plan` | decides how a guest is protected |
+//! | [`estimate`] | whether a guest can be protected, and how much memory its checkpoints would contain |
 //! | `session` | tracks what a guest writes, and takes one checkpoint |
 //! | `pause`, `runs`, `epochs`, `load_pages` | parts of a checkpoint: pause, pages, disks, pages that a load needs |
 //! | [`progress`] | `protect.json`: what a protector has committed |
@@ -32,6 +33,7 @@ pub mod counters;
 mod credential_paths;
 mod epochs;
 mod error;
+pub mod estimate;
 pub mod event;
 pub mod fill;
 mod fill_files;

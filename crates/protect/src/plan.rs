@@ -66,8 +66,20 @@ impl AttachedDevices {
 }
 
 impl ProtectionPlan {
-    /// Inspects the guest. Rejects a guest that cannot be protected.
+    /// Inspects the guest. Rejects a guest that cannot be protected. Puts its disks on overlays, if `disk_policy` requires
+    /// that.
     pub(crate) fn make(
+        target: &Target,
+        wanted_policy: Option<Policy>,
+        disk_policy: &DiskPolicy,
+    ) -> Result<Self, TrackingStartError> {
+        let mut plan = Self::inspect(target, wanted_policy, disk_policy)?;
+        plan.overlays = begin_overlays(target, disk_policy, &mut plan.control)?;
+        Ok(plan)
+    }
+
+    /// Inspects the guest and changes nothing. Rejects a guest that cannot be protected. The plan has no overlays.
+    pub(crate) fn inspect(
         target: &Target,
         wanted_policy: Option<Policy>,
         disk_policy: &DiskPolicy,
@@ -94,27 +106,35 @@ impl ProtectionPlan {
         let images = open_images(&mut control).map_err(CheckpointError::from)?;
         let disk_hook = choose_disk_hook(name, disk_policy, &images)?;
         let policy = choose_policy(name, wanted_policy, &images, &served_disks)?;
-        let overlays = prepare_overlays(target, disk_policy, &mut control)?;
-        Ok(Self { policy, disk_hook, control, save, returns_memory: adopted.gives_back, attached, overlays })
+        check_overlays(target, disk_policy, &mut control)?;
+        Ok(Self { policy, disk_hook, control, save, returns_memory: adopted.gives_back, attached, overlays: None })
+    }
+}
+
+/// Rejects a disk policy that does not suit the VM, or the overlays of an earlier protector.
+fn check_overlays(target: &Target, disk_policy: &DiskPolicy, control: &mut Qmp) -> Result<(), TrackingStartError> {
+    let name = || target.name().to_owned();
+    match disk_policy {
+        DiskPolicy::Overlays { .. } if target.state().hardware.foreign.is_none() => {
+            Err(ProtectError::OwnDisks { name: name() }.into())
+        }
+        DiskPolicy::Overlays { .. } => Ok(()),
+        _ => match adopt_overlays(target, control)? {
+            Some(_) => Err(ProtectError::OnOverlays { name: name() }.into()),
+            None => Ok(()),
+        },
     }
 }
 
 /// Takes over the overlays of an earlier protector, and begins those that `disk_policy` asks for.
-fn prepare_overlays(
+fn begin_overlays(
     target: &Target,
     disk_policy: &DiskPolicy,
     control: &mut Qmp,
 ) -> Result<Option<OverlayDisks>, TrackingStartError> {
-    let name = || target.name().to_owned();
     let (rundir, vmm) = (target.rundir(), target.vmm());
-    let DiskPolicy::Overlays { parent } = disk_policy else {
-        return match adopt_overlays(target, control)? {
-            Some(_) => Err(ProtectError::OnOverlays { name: name() }.into()),
-            None => Ok(None),
-        };
-    };
-    let Some(machine) = &target.state().hardware.foreign else {
-        return Err(ProtectError::OwnDisks { name: name() }.into());
+    let (DiskPolicy::Overlays { parent }, Some(machine)) = (disk_policy, &target.state().hardware.foreign) else {
+        return Ok(None);
     };
     let uuid = target.identity().uuid;
     let overlays = OverlayDisks::begin(control, rundir, vmm, machine, uuid, parent.as_deref())
@@ -122,8 +142,8 @@ fn prepare_overlays(
     if overlays.is_without_space() {
         // QEMU may have stopped the guest, which cannot be tracked then.
         let _run_state = target.hold_run_state().map_err(CheckpointError::from)?;
-        overlays.end(control, rundir).map_err(|e| ProtectError::tracking(&name(), e))?;
-        return Err(ProtectError::OverlaysFull { name: name() }.into());
+        overlays.end(control, rundir).map_err(|e| ProtectError::tracking(target.name(), e))?;
+        return Err(ProtectError::OverlaysFull { name: target.name().into() }.into());
     }
     Ok(Some(overlays))
 }

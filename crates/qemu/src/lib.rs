@@ -35,6 +35,7 @@
 //! | [`guest`] | stopping and resuming the guest |
 //! | [`stopped`] | proof that the guest is stopped |
 //! | [`block`] | overlays on the guest's disks, made and merged by QEMU |
+//! | [`dirty_rate`] | how fast the guest changes its memory |
 //! | [`drain`] | waiting for the block I/O that a running guest has in flight |
 //! | [`hold`] | the guest's network output, held until it is released |
 //! | [`ramblock`] | where QEMU's RAM blocks are |
@@ -58,6 +59,7 @@ pub mod block;
 pub mod command;
 pub mod cpu;
 pub mod devices;
+pub mod dirty_rate;
 pub mod drain;
 pub mod file_identity;
 pub mod foreign;

@@ -102,6 +102,17 @@ pub fn protect(
     stop: &AtomicBool,
     on_event: &mut dyn FnMut(&ProtectEvent),
 ) -> Result<Summary, ProtectError> {
+    let target = suitable_target(host, name, settings)?;
+    permission::remember(host, &target.state().definition.name, &target.recipe());
+    // Must precede the claim of the store: if another protector of the VM runs, it can continue.
+    let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
+    let series = CheckpointSeries::open(host, &target, settings, &format!("protect {name}"), protection)?;
+    let counters = CounterFile::new(target.rundir(), &settings.store, settings.every, settings.max_lag);
+    ControlLoop::new(host, settings, stop, on_event, series, counters).run(target)
+}
+
+/// Finds the running VM `name`. Rejects it if its RAM or its network cannot be handled as `settings` require.
+pub(crate) fn suitable_target(host: &Host, name: &str, settings: &ProtectSettings) -> Result<Target, ProtectError> {
     let target = Target::of(host, name)?;
     reject_dax(&target)?;
     if settings.output_commit && target.state().attached.is_some() {
@@ -112,12 +123,7 @@ pub fn protect(
     {
         return Err(ProtectError::UnheldOutput { name: name.into(), problem });
     }
-    permission::remember(host, &target.state().definition.name, &target.recipe());
-    // Must precede the claim of the store: if another protector of the VM runs, it can continue.
-    let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
-    let series = CheckpointSeries::open(host, &target, settings, &format!("protect {name}"), protection)?;
-    let counters = CounterFile::new(target.rundir(), &settings.store, settings.every, settings.max_lag);
-    ControlLoop::new(host, settings, stop, on_event, series, counters).run(target)
+    Ok(target)
 }
 
 /// Rejects guests whose RAM cannot be write-protected (DAX).

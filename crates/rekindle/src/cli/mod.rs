@@ -314,6 +314,7 @@ Examples:
     /// restored from that store, or booted with it, on another host since then, it is ended here.
     #[command(after_help = "\
 Examples:
+  rekindle protect web --store /srv/checkpoints/web --dry-run
   rekindle protect web --store /srv/checkpoints/web
   rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/s3.env --every 500ms
   rekindle protect web --store /srv/checkpoints/web --every 5s --install-service")]

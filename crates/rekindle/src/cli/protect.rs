@@ -51,8 +51,9 @@ pub struct Protect {
     /// Install the service also if the settings file names another store.
     #[arg(long, requires = "install_service", help_heading = COMMAND_LINE_ONLY)]
     pub force: bool,
-    /// Only show what --install-service would write and run; change nothing.
-    #[arg(long, requires = "install_service", help_heading = COMMAND_LINE_ONLY)]
+    /// Only check whether the VM can be protected, and measure for 10 s how much memory it changes. With
+    /// --install-service: only show what would be written and run. Changes nothing.
+    #[arg(long, conflicts_with_all = ["count", "abandon_old_checkpoints"], help_heading = COMMAND_LINE_ONLY)]
     pub dry_run: bool,
     /// Create the store if there is none.
     #[arg(long, help_heading = COMMAND_LINE_ONLY)]

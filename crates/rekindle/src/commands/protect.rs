@@ -6,13 +6,16 @@ use super::interrupts;
 use super::service_report::ServiceReport;
 use super::store::credentials;
 use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
-use crate::output::Output;
+use crate::output::{Output, bytes};
+use crate::progress::start_spinner;
 use anyhow::{Context, Result};
+use rekindle_protect::estimate::estimate;
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
+use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -53,8 +56,11 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
         abandon_old: arguments.abandon_old_checkpoints,
         ..protect_settings(&arguments.checkpoints, arguments.disk, arguments.overlay_dir.as_ref())
     };
-    let interrupted = interrupts()?;
     let name = arguments.name.to_string();
+    if arguments.dry_run {
+        return print_estimate(output, &host, &name, &settings);
+    }
+    let interrupted = interrupts()?;
     let service = ServiceReport::start(&RunDir::new(&host.root, &name), settings.every);
     let service = service.context("cannot start the thread that reports to systemd")?;
     let mut wrong_pages = 0;
@@ -88,6 +94,35 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     Ok(if summary.ended == StopReason::QemuEnded || wrong_pages > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
+/// Prints whether the VM can be protected, and how much memory its checkpoints would contain.
+fn print_estimate(output: &Output, host: &Host, name: &str, settings: &ProtectSettings) -> Result<ExitCode> {
+    let spinner = start_spinner(output, format!("measuring how much memory {name} changes"));
+    let estimated = estimate(host, name, settings);
+    spinner.finish_and_clear();
+    let estimate = estimated?;
+    let (mean, count) = (estimate.mean_bytes(), estimate.changed_bytes.len());
+    let most = estimate.changed_bytes.iter().max().copied().unwrap_or(0);
+    let store = match estimate.checkpoints {
+        None => "would be created".to_owned(),
+        Some(count) => format!("has {count} checkpoints"),
+    };
+    let text = format!(
+        "{name}: can be protected; its pages would be copied by policy {}\n\
+         the first checkpoint has all of its memory: {}\n\
+         each further one has what changes in {} s: {} (mean of {count} measurements; most {})\n\
+         {} {store}\n\
+         nothing was changed",
+        estimate.policy,
+        bytes(estimate.ram_bytes),
+        estimate.measured_ms / 1000,
+        bytes(mean),
+        bytes(most),
+        settings.store,
+    );
+    output.result(&json!({"dry_run": true, "name": name, "estimate": estimate}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Returns how `protect` treats disks that Rekindle does not serve.
 fn disk_policy(hook: Option<&String>, rule: Option<DiskRule>, overlay_parent: Option<&PathBuf>) -> DiskPolicy {
     match (hook, rule) {
@@ -103,6 +138,6 @@ pub fn release(output: &Output, arguments: &NameOnly) -> Result<ExitCode> {
     let released = output::release(&Host::open()?, name)?;
     let text =
         if released { "held network output was released; output commit is off" } else { "no network output was held" };
-    output.result(&serde_json::json!({"name": name, "released": released}), format!("{name}: {text}"))?;
+    output.result(&json!({"name": name, "released": released}), format!("{name}: {text}"))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -9,6 +9,7 @@ mod checkpoints;
 mod clocks;
 mod commits;
 mod creating;
+mod dry_run;
 mod encrypted;
 mod epochs;
 mod filling;

@@ -3,7 +3,7 @@
 use crate::common::interrupted::Interrupted;
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::served::{assert_kept, digest, image, read, section, server};
-use crate::common::{CommandResult, Guest, Lab, Watch};
+use crate::common::{CommandResult, Lab, Watch};
 use crate::qemu_user::user_of;
 use rekindle_kernel::process::Process;
 use std::fs;
