@@ -1,6 +1,6 @@
 # Rekindle. `make help` lists the targets.
 
-.PHONY: help build demo demo-cluster test lint unit guests host cluster package lab benches bench campaign install deb rpm \
+.PHONY: help build demo demo-cluster test lint unit guests host cluster package lab benches bench campaign book install deb rpm \
 	clean
 .DEFAULT_GOAL := help
 
@@ -12,6 +12,7 @@ help:
 	@echo 'make build            target/release/rekindle'
 	@echo 'make install          install it: DESTDIR=, PREFIX=/usr/local, BINARY=target/release/rekindle'
 	@echo 'make deb | rpm        target/package/*.deb, *.rpm'
+	@echo 'make book             target/book/html: all documents as a book; checks their links'
 	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt|store'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
 	@echo '                      TRIAL=1: only check that every case works)'
@@ -50,6 +51,9 @@ bench:
 
 campaign:
 	scripts/campaign $(NAME)
+
+book:
+	scripts/book
 
 clean:
 	cargo clean
