@@ -316,7 +316,7 @@ Examples:
 Examples:
   rekindle protect web --store /srv/checkpoints/web --dry-run
   rekindle protect web --store /srv/checkpoints/web
-  rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/s3.env --every 500ms
+  rekindle protect web --store s3://checkpoints/web --environment-file /etc/rekindle/web.env --every 500ms
   rekindle protect web --store /srv/checkpoints/web --every 5s --install-service")]
     Protect(Protect),
     /// Release held network output and turn output commit off.

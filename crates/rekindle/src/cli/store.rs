@@ -20,7 +20,7 @@ pub enum Store {
     #[command(after_help = "\
 Examples:
   rekindle store init /srv/checkpoints/web
-  rekindle store init s3://checkpoints/web --environment-file /etc/rekindle/s3.env")]
+  rekindle store init s3://checkpoints/web --environment-file /etc/rekindle/web.env")]
     Init(StoreAt),
     /// Create a key for encrypted stores.
     ///
