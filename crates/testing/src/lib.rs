@@ -1,6 +1,6 @@
 //! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
 //! guest that were not started by Rekindle, QEMUs with the firmware alone, a private libvirt, clients of VNC and SPICE
-//! servers, traffic with a guest, loop devices, a hostile program, an object store, a disk in memory that can lose power, real files whose changes fail, a host's clock that jumps, a proxy with latency, huge pages of the host, and waiting.
+//! servers, traffic with a guest, loop devices, a hostile program, an object store, a disk in memory that can lose power, real files whose changes fail, a host's clock that jumps, a proxy with latency, huge pages of the host, pages of the documents, and waiting.
 //!
 //! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
@@ -16,6 +16,7 @@ pub mod libvirt;
 pub mod loop_device;
 pub mod micro;
 pub mod object_store;
+pub mod page;
 pub mod process;
 pub mod rfb;
 pub mod shifted_clock;

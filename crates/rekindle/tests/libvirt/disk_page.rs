@@ -1,8 +1,9 @@
 //! The commands of `docs/disk-cache-of-a-libvirt-guest.md`, run as they are written there, but for a service and an editor.
 
-use crate::page::{Page, blocks_of};
+use crate::page::Page;
 use crate::{DEADLINE, qmp, rekindle, text};
 use rekindle_testing::libvirt::{Domain, DomainOptions, Network, PrivateLibvirt};
+use rekindle_testing::page::blocks_of;
 use rekindle_testing::wait_for;
 use serde_json::{Value, json};
 use std::fs;

@@ -90,7 +90,7 @@ fn a_dry_run_fails_where_a_protector_would() {
 
     let other = lab.vm("other").memory("96M").boot(&[]);
     let words = ["protect", "other", "--store", text, "--dry-run"];
-    lab.rekindle(words).status(1).prints(&["holds VM web", "not other"]);
+    lab.rekindle(words).status(1).prints(&["holds VM web", "not VM other"]);
     other.assert_sound();
     crash(&guest);
     dry_run(text, &[]).status(1);

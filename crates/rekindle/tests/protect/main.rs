@@ -21,4 +21,5 @@ mod prometheus;
 mod service;
 mod store;
 mod trust;
+mod tutorial;
 mod without_root;

@@ -498,7 +498,7 @@ fn vms_of_two_ordinary_users_are_protected_replaced_and_restored_without_a_privi
         assert!(crate::common::lab::entries(&account.shared_memory()).is_empty());
     }
     let seen = census.end();
-    for kind in protected.iter().chain(&["rekindle pager", "rekindle reboot", "rekindle restore"]) {
+    for kind in protected.iter().chain(&["rekindle pager", "rekindle replace-qemu", "rekindle restore"]) {
         assert!(seen.contains(*kind), "no {kind} in {seen:?}");
     }
 }
