@@ -68,6 +68,14 @@ function ago(us) {
   return hours < 48 ? `${hours} h ago` : `${Math.floor(hours / 24)} d ago`;
 }
 
+// Returns the date and the time of this browser's zone.
+function dateText(date) {
+  if (Number.isNaN(date.getTime())) return "at an unknown time";
+  const two = (number) => String(number).padStart(2, "0");
+  const day = `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  return `${day} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+}
+
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 // Elements
@@ -289,7 +297,7 @@ function curvePath(values, top, width, height) {
       isDown = false;
       return;
     }
-    const point = `${((index + 0.5) * step).toFixed(1)} ${(height - (value / top) * height).toFixed(1)}`;
+    const point = `${((index + 0.5) * step).toFixed(1)} ${(height - 1 - (value / top) * (height - 1)).toFixed(1)}`;
     path += isDown ? `L${point}` : `M${point}h0.01`;
     isDown = true;
   });
@@ -312,19 +320,23 @@ function topAge(ages, limitMs) {
   return limitMs !== null && limitMs <= largest * 8 ? Math.max(largest, limitMs) * 1.08 : largest * 1.15;
 }
 
-function drawLag(svg, limit, curve, guest, columns, width, height) {
+// Returns the age at the top of the chart, in ms, and where the limit is, from 0 at the top to 1; null if it is above.
+function drawLag(limit, curve, guest, columns, width, height) {
   const ages = columnsOf(guest.samples, "ageMs", columns);
   const limitMs = guest.data.limit_ms;
   const top = topAge(ages, limitMs);
   curve.setAttribute("d", curvePath(ages, top, width, height));
   const y = height - ((limitMs ?? Infinity) / top) * height;
   limit.setAttribute("d", y >= 0 ? `M0 ${y.toFixed(1)}H${width}` : "");
+  return [top, y >= 0 ? y / height : null];
 }
 
+// Returns the pause at the top of the chart, in µs.
 function drawPauses(curve, guest, columns, width, height) {
   const pauses = columnsOf(guest.samples, "pauseUs", columns);
   const top = Math.max(1000, ...pauses.filter((pause) => pause !== null)) * 1.05;
   curve.setAttribute("d", barsPath(pauses, top, width, height));
+  return top;
 }
 
 function drawSparks(guest) {
@@ -333,7 +345,7 @@ function drawSparks(guest) {
   const hasSamples = guest.samples.length > 0;
   lag.svg.style.visibility = pauses.svg.style.visibility = hasSamples ? "" : "hidden";
   if (!hasSamples) return;
-  drawLag(lag.svg, lag.limit, lag.curve, guest, COLUMNS, COLUMNS, 28);
+  drawLag(lag.limit, lag.curve, guest, COLUMNS, COLUMNS, 28);
   drawPauses(pauses.curve, guest, COLUMNS, COLUMNS, 28);
 }
 
@@ -504,8 +516,8 @@ function showDetails() {
 function showCharts(guest) {
   const has = guest.samples.length > 0;
   for (const id of ["lag-chart", "pause-chart"]) {
-    byId(id).parentElement.querySelector(".axis").hidden = !has;
-    byId(id).style.display = has ? "" : "none";
+    byId(id).parentElement.hidden = !has;
+    byId(id).parentElement.nextElementSibling.hidden = !has;
   }
   if (!has) {
     setText(byId("lag-text"), "This guest was not protected here.");
@@ -522,8 +534,11 @@ function showCharts(guest) {
   setText(byId("pause-text"), pauseText);
   byId("lag-chart").setAttribute("aria-label", lagText);
   byId("pause-chart").setAttribute("aria-label", pauseText);
-  drawLag(chart.lag, chart.limit, chart.lagCurve, guest, 150, 600, 140);
-  drawPauses(chart.pauseCurve, guest, 150, 600, 140);
+  const [topMs, limitAt] = drawLag(chart.limit, chart.lagCurve, guest, 150, 600, 140);
+  setText(byId("lag-top"), duration(topMs * 1000));
+  byId("lag-limit").hidden = limitAt === null;
+  byId("lag-limit").style.top = `${(limitAt ?? 0) * 100}%`;
+  setText(byId("pause-top"), duration(drawPauses(chart.pauseCurve, guest, 150, 600, 140)));
 }
 
 const chart = {
@@ -547,8 +562,7 @@ function showSteps(guest) {
     steps.hidden = true;
     return;
   }
-  const started = new Date(operation.started_us / 1000);
-  const when = Number.isNaN(started.getTime()) ? "an unknown time" : started.toLocaleString();
+  const when = dateText(new Date(operation.started_us / 1000));
   const stopped = operation.stopped_us === null ? "" : ` It stopped the guest for ${duration(operation.stopped_us)}.`;
   const omitted = operation.omitted_steps > 0 ? ` ${plural(operation.omitted_steps, "step")} not shown.` : "";
   setText(byId("operation-text"), `${operation.name}, ${when}.${stopped}${omitted}`);

@@ -260,8 +260,11 @@ fn state(name: &str, figures: &Figures, activity: &Activity) -> Condition {
         );
     }
     if figures.helpers_missing > 0.0 {
-        let detail =
-            format!("{} helper processes are missing. Run: rekindle show {shown_name}", figures.helpers_missing);
+        let missing = match figures.helpers_missing {
+            1.0 => "1 helper process is missing".to_owned(),
+            count => format!("{count} helper processes are missing"),
+        };
+        let detail = format!("{missing}. Run: rekindle show {shown_name}");
         return Condition::with(Level::Error, "degraded", detail);
     }
     if figures.fill_missing > 0.0 && figures.fill_total > 0.0 {
