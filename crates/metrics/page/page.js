@@ -21,6 +21,8 @@ const table = byId("guests");
 const details = byId("details");
 
 const guests = new Map();
+// Guests from before the connection was lost. Their rows are used again, so that neither focus nor place is lost.
+const earlier = new Map();
 const state = {
   intervalMs: 1000,
   maxSamples: 300,
@@ -126,10 +128,9 @@ function makeSpark(className) {
 }
 
 // Returns the row of a guest, with the parts of it that change.
-function makeRow(id) {
+function makeRow() {
   const name = make("button", "name");
   name.type = "button";
-  name.addEventListener("click", () => openDetails(id));
   const about = make("span", "second");
   const head = make("th", "", name, about);
   head.scope = "row";
@@ -158,6 +159,7 @@ function makeRow(id) {
   );
   row.setAttribute("role", "row");
   row.hidden = true;
+  name.addEventListener("click", () => openDetails(guests.get(Number(row.dataset.id))));
   return {
     row, name, about, status, statusDetail, protection, protectionDetail, age, number, lag, pause, pauses, operation,
     operationDetail, phases,
@@ -169,13 +171,14 @@ function makeRow(id) {
 const rankOf = (data) => Math.max(RANKS[data.state.level], RANKS[data.protection.level]);
 const isProtected = (data) => data.every_ms !== null && data.protection.text !== "not protected" && data.protection.text !== "protector ended";
 
+const keyOf = (data) => `${data.manager}/${data.name}`;
+
 function addOrChange(data) {
-  let guest = guests.get(data.id);
+  let guest = guests.get(data.id) ?? takeEarlier(data);
   const isNew = guest === undefined;
-  if (isNew) {
-    guest = { id: data.id, data, samples: [], number: null, parts: makeRow(data.id), rank: 0, isVisible: false, needsCharts: false };
-    guests.set(data.id, guest);
-  }
+  if (isNew) guest = { id: data.id, data, samples: [], number: null, parts: makeRow(), rank: 0, isVisible: false, needsCharts: false };
+  guests.set(data.id, guest);
+  guest.parts.row.dataset.id = data.id;
   const rank = rankOf(data);
   if (rank === 2 && guest.rank < 2 && state.isComplete) state.news.push(guest);
   const isMoved = !isNew && (rank !== guest.rank || data.name !== guest.data.name);
@@ -185,6 +188,14 @@ function addOrChange(data) {
   if (isNew) insert(guest);
   else if (isMoved || state.sort.key === "operation" || state.sort.key === "protection") state.orderIsDirty = true;
   guest.parts.row.hidden = !matches(guest);
+}
+
+function takeEarlier(data) {
+  const guest = earlier.get(keyOf(data));
+  if (guest === undefined) return undefined;
+  earlier.delete(keyOf(data));
+  guest.id = data.id;
+  return guest;
 }
 
 function showGuest(guest) {
@@ -236,18 +247,34 @@ function showOperationTime(guest) {
   setText(guest.parts.operationDetail, stopped + ago(operation.started_us));
 }
 
-function remove(id) {
-  const guest = guests.get(id);
+function remove(guest) {
   if (guest === undefined) return;
   visibility.unobserve(guest.parts.row);
   guest.parts.row.remove();
-  guests.delete(id);
+  guests.delete(guest.id);
   state.order.splice(state.order.indexOf(guest), 1);
-  if (state.shown === id) details.close();
+  if (state.shown === guest) details.close();
 }
 
-function removeAll() {
-  [...guests.keys()].forEach(remove);
+// Keeps all guests until the server has sent them again, with other ids if it was restarted.
+function expectAll() {
+  for (const guest of [...guests.values(), ...earlier.values()]) {
+    guest.samples = [];
+    earlier.set(keyOf(guest.data), guest);
+  }
+  guests.clear();
+  state.isComplete = false;
+  table.setAttribute("aria-busy", "true");
+}
+
+function forgetEarlier() {
+  const gone = [...earlier.values()];
+  earlier.clear();
+  for (const guest of gone) {
+    // Its id may be that of another guest by now.
+    guest.id = null;
+    remove(guest);
+  }
 }
 
 // Samples
@@ -392,7 +419,6 @@ function insert(guest) {
   }
   const next = state.order[low]?.parts.row ?? null;
   state.order.splice(low, 0, guest);
-  guest.parts.row.dataset.id = guest.id;
   rows.insertBefore(guest.parts.row, next);
   visibility.observe(guest.parts.row);
 }
@@ -478,8 +504,9 @@ function announce() {
 
 // Details of a guest
 
-function openDetails(id) {
-  state.shown = id;
+function openDetails(guest) {
+  if (guest === undefined) return;
+  state.shown = guest;
   showDetails();
   details.showModal();
   byId("details-name").focus();
@@ -490,8 +517,8 @@ function fact(term, description) {
 }
 
 function showDetails() {
-  const guest = guests.get(state.shown);
-  if (guest === undefined) return;
+  const guest = state.shown;
+  if (guest === null) return;
   const { data } = guest;
   setText(byId("details-name"), data.name);
   const sentence = ({ level, text, detail }) => `${GLYPHS[level]} ${text}${detail ? `. ${detail}` : ""}`;
@@ -623,8 +650,7 @@ function afterSamples() {
 const HANDLERS = {
   start(data) {
     schedule(() => {
-      removeAll();
-      state.isComplete = false;
+      expectAll();
       state.intervalMs = data.interval_ms;
       state.maxSamples = data.max_samples;
       setText(byId("host"), data.host);
@@ -643,7 +669,7 @@ const HANDLERS = {
     schedule(...list.map((data) => () => addOrChange(data)), showCounts);
   },
   removed(ids) {
-    schedule(...ids.map((id) => () => remove(id)), showCounts);
+    schedule(...ids.map((id) => () => remove(guests.get(id))), showCounts);
   },
   history(list) {
     const load = ([id, number, values]) => {
@@ -663,6 +689,7 @@ const HANDLERS = {
   },
   complete(atMs) {
     schedule(() => {
+      forgetEarlier();
       state.atMs = atMs;
       state.isComplete = true;
       table.setAttribute("aria-busy", "false");
@@ -757,7 +784,7 @@ details.addEventListener("click", (event) => {
   if (event.target === details) details.close();
 });
 details.addEventListener("close", () => {
-  const guest = guests.get(state.shown);
+  const guest = state.shown;
   state.shown = null;
   guest?.parts.name.focus();
 });

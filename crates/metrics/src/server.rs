@@ -282,6 +282,7 @@ fn with_type(content_type: &'static str, content: Bytes) -> Answer {
 mod tests {
     use super::*;
     use crate::page::feed::MAX_PAGES;
+    use rekindle_testing::DEADLINE;
     use rekindle_vm::rundir::RunDir;
     use std::fs;
     use std::io::{BufRead, BufReader, Read, Write};
@@ -458,16 +459,13 @@ mod tests {
         let (head, _) = request(address, &format!("GET {PATH}"), "Host: localhost\r\n");
         assert!(head.starts_with("http/1.1 200"), "{head}");
         drop(pages);
-        // The connections of closed pages end.
-        loop {
+        let is_accepted = || {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(format!("GET {EVENTS_PATH} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).unwrap();
             let mut status = String::new();
             BufReader::new(stream).read_line(&mut status).unwrap();
-            if status.contains(" 200 ") {
-                break;
-            }
-            thread::sleep(Duration::from_millis(20));
-        }
+            status.contains(" 200 ").then_some(())
+        };
+        rekindle_testing::wait_for("a place of a page that was closed", DEADLINE, is_accepted);
     }
 }
