@@ -116,7 +116,7 @@ def row(page, name):
 
 
 def names(page):
-    return page.locator("#rows tr:visible .name").all_inner_texts()
+    return page.locator("#rows tr:visible .name").all_text_contents()
 
 
 def picture(page, name):
@@ -133,9 +133,9 @@ def test_each_guest_has_a_row_and_names_are_not_markup(host, open_page):
     page = open_page()
     assert page.locator("#rows tr").count() == 3
     first = row(page, "<img src=x onerror=alert(1)>")
-    assert "running" in first.inner_text() and "protected" in first.inner_text()
-    assert "not protected" in row(page, "plain").inner_text()
-    text = row(page, "replaced").inner_text()
+    assert "running" in first.text_content() and "protected" in first.text_content()
+    assert "not protected" in row(page, "plain").text_content()
+    text = row(page, "replaced").text_content()
     for part in ("QEMU 10.0.2", "every 2 s", "replace-qemu <b>--how warm</b>", "stopped 18 ms", "30 min ago"):
         assert part in text, part
     assert page.locator("#rows img, #rows b").count() == 0
@@ -149,11 +149,11 @@ def test_changes_arrive_without_a_reload(host, open_page):
     assert page.locator("#connection-text").inner_text() == "Live"
     web.commit(7_000)
     row(page, "web").locator(".pause").get_by_text("7 ms").wait_for()
-    assert "#2" in row(page, "web").inner_text()
+    assert "#2" in row(page, "web").text_content()
     assert row(page, "web").locator(".line").get_attribute("d").startswith("M")
     web.commit(4_000, age_ms=60_000)
     row(page, "web").get_by_text("overdue", exact=True).wait_for()
-    assert page.locator("#news").inner_text() == "web: overdue"
+    assert page.locator("#news").text_content() == "web: overdue"
     assert page.title().startswith("(1) Rekindle")
     host.add("db")
     row(page, "db").wait_for()
@@ -205,7 +205,7 @@ def test_screen_readers_find_a_table_and_states_have_texts(host, open_page):
         assert page.get_by_role("rowheader").count() == 1
         assert page.locator("#rows").get_by_role("cell").count() == 5
         assert page.get_by_role("status").count() == 2
-        badges = page.locator(".badge").all_inner_texts()
+        badges = page.locator(".badge").all_text_contents()
         assert all(len(badge) > 2 for badge in badges), badges
 
 
@@ -213,7 +213,7 @@ def test_guests_can_be_filtered(host, open_page):
     host.populate(30)
     page = open_page()
     page.get_by_label("Not protected").check()
-    texts = page.locator("#rows tr:visible").all_inner_texts()
+    texts = page.locator("#rows tr:visible").all_text_contents()
     assert texts and all("not protected" in text or "protector ended" in text for text in texts)
     page.get_by_label("All").check()
     page.get_by_label("Name contains").fill("DB-0")
