@@ -2,7 +2,7 @@
 
 use crate::catalog as metric;
 use crate::exposition::{Snapshot, Value};
-use crate::timeline::TimelineCounts;
+use crate::timeline::{LastOperation, TimelineCounts};
 use rekindle_kernel::file::FlockTable;
 use rekindle_libvirt::domains;
 use rekindle_protect::counters::{DurationHistogram, ProtectCounters};
@@ -22,9 +22,9 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
-const REKINDLE: &str = "rekindle";
-const ATTACHED: &str = "attached";
-const LIBVIRT: &str = "libvirt";
+pub(crate) const REKINDLE: &str = "rekindle";
+pub(crate) const ATTACHED: &str = "attached";
+pub(crate) const LIBVIRT: &str = "libvirt";
 /// Limit of the helpers of a VM whose restarts are reported.
 const MAX_HELPERS: usize = 64;
 
@@ -40,9 +40,28 @@ pub struct Collector {
     timelines: HashMap<String, TimelineCounts>,
 }
 
+/// All figures at one moment, and what no figure can express.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Collected {
+    pub snapshot: Snapshot,
+    /// By name of the VM.
+    pub(crate) activities: BTreeMap<String, Activity>,
+}
+
+/// What is done with a VM.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Activity {
+    /// The operation that runs now.
+    pub running: Option<String>,
+    /// A QEMU waits with empty RAM for a checkpoint.
+    pub is_prepared: bool,
+    pub last: Option<LastOperation>,
+}
+
 /// What the collection of all guests shares.
 struct Collection {
     snapshot: Snapshot,
+    activities: BTreeMap<String, Activity>,
     locks: FlockTable,
     running: BTreeMap<&'static str, u64>,
     /// QEMUs of attached VMs, which libvirt's domains name once more.
@@ -55,24 +74,35 @@ impl Collector {
         Self { root, domains, version, comparisons: Comparisons::default(), timelines: HashMap::new() }
     }
 
+    /// Returns the version of this program.
+    #[must_use]
+    pub fn version(&self) -> &'static str {
+        self.version
+    }
+
     /// Reads all figures. What cannot be read is missing in the result, and counted in it.
-    pub fn collect(&mut self) -> Snapshot {
+    pub fn collect(&mut self) -> Collected {
         let started = Instant::now();
         let locks = FlockTable::read().unwrap_or_default();
         let running = [REKINDLE, ATTACHED, LIBVIRT].into_iter().map(|manager| (manager, 0)).collect();
-        let mut collection =
-            Collection { snapshot: Snapshot::default(), locks, running, attached_pids: HashSet::new() };
+        let mut collection = Collection {
+            snapshot: Snapshot::default(),
+            activities: BTreeMap::new(),
+            locks,
+            running,
+            attached_pids: HashSet::new(),
+        };
         collection.snapshot.add(&metric::BUILD, &[self.version], Value::Number(1.0));
         let unreadable_vms = self.add_vms(&mut collection);
         let unreadable_domains = self.add_domains(&mut collection);
-        let Collection { mut snapshot, running, .. } = collection;
+        let Collection { mut snapshot, activities, running, .. } = collection;
         snapshot.add(&metric::UNREADABLE, &["vms"], Value::Count(unreadable_vms));
         snapshot.add(&metric::UNREADABLE, &["libvirt"], Value::Count(unreadable_domains));
         for (manager, count) in running {
             snapshot.add(&metric::GUESTS, &[manager], Value::Count(count));
         }
         snapshot.add(&metric::COLLECTION, &[], Value::Number(started.elapsed().as_secs_f64()));
-        snapshot
+        Collected { snapshot, activities }
     }
 
     /// Adds the VMs. Returns the number of those that cannot be read.
@@ -126,6 +156,12 @@ impl Collector {
         let timeline = self.timelines.entry(name.to_owned()).or_default();
         timeline.update(&rundir);
         add_operations(snapshot, name, timeline);
+        let activity = Activity {
+            running: lock::running_operation(&rundir),
+            is_prepared: state.prepared.as_ref().is_some_and(|prepared| prepared.vmm.is_alive()),
+            last: timeline.last_operation().cloned(),
+        };
+        collection.activities.insert(name.to_owned(), activity);
         Ok(())
     }
 
@@ -291,7 +327,7 @@ mod tests {
     #[test]
     fn a_host_without_vms_has_no_guests() {
         let root = tempfile::tempdir().unwrap();
-        let snapshot = collector(root.path()).collect();
+        let snapshot = collector(root.path()).collect().snapshot;
         assert_eq!(snapshot.number(&metric::GUESTS, &["rekindle"]), Some(0.0));
         assert_eq!(snapshot.number(&metric::UNREADABLE, &["vms"]), Some(0.0));
         assert!(snapshot.encode(Format::OpenMetrics).unwrap().contains("rekindle_build_info{version=\"1.2.3\"} 1\n"));
@@ -316,11 +352,11 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, state_of("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
         state_of("being-created");
         let mut collector = collector(root.path());
-        let snapshot = collector.collect();
+        let snapshot = collector.collect().snapshot;
         assert_eq!(snapshot.number(&metric::UNREADABLE, &["vms"]), Some(7.0));
         // VMs come and go.
         fs::remove_dir_all(&vms).unwrap();
-        assert_eq!(collector.collect().number(&metric::UNREADABLE, &["vms"]), Some(0.0));
+        assert_eq!(collector.collect().snapshot.number(&metric::UNREADABLE, &["vms"]), Some(0.0));
     }
 
     #[test]

@@ -85,6 +85,12 @@ impl Snapshot {
         }
     }
 
+    /// Returns the values of the labels and the value of each series of a metric.
+    pub(crate) fn series(&self, metric: &Metric) -> impl Iterator<Item = (&[String], &Value)> {
+        let family = self.series.get(&(metric.base, metric.unit)).into_iter().flatten();
+        family.map(|series| (series.label_values.as_slice(), &series.value))
+    }
+
     /// Writes the exposition.
     ///
     /// # Errors

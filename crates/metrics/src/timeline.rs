@@ -1,5 +1,5 @@
-//! Counts the operations in the timeline of a VM, and how long replacements stopped its guest. Each call reads only what
-//! was added since the one before it.
+//! Counts the operations in the timeline of a VM, and how long replacements stopped its guest, and keeps the steps of the
+//! last one. Each call reads only what was added since the one before it.
 
 use rekindle_vm::rundir::{RunDir, open_record};
 use rekindle_vm::timeline::{Entry, Phase};
@@ -14,6 +14,10 @@ const MAX_READ_BYTES: usize = 2 << 20;
 /// Limit of the operations that are counted by name. Others are counted as [`OTHER`].
 const MAX_OPERATIONS: usize = 32;
 const MAX_NAME_BYTES: usize = 64;
+/// Limit of the steps that are kept of an operation. The longest operation has about 25.
+const MAX_STEPS: usize = 48;
+/// Limit of the kept characters of the name of an operation or a step.
+const MAX_TEXT_CHARS: usize = 64;
 const OTHER: &str = "other";
 /// The longest gap between two steps of one operation.
 const MAX_GAP_NS: u64 = 1_000_000;
@@ -67,6 +71,44 @@ impl StoppedTimes {
     }
 }
 
+/// The operation that was recorded last, as far as its steps have been read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LastOperation {
+    pub name: String,
+    /// Host clock, in µs since 1970.
+    pub started_us: u64,
+    pub steps: Vec<OperationStep>,
+    /// Number of steps that are not kept.
+    pub omitted_steps: u64,
+}
+
+/// A step of an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OperationStep {
+    pub phase: Phase,
+    pub name: String,
+    /// Time since the start of the operation, in µs.
+    pub offset_us: u64,
+    pub us: u64,
+}
+
+impl LastOperation {
+    /// Returns how long the guest was stopped, in µs; `None` if it was not, or the end of that time is not recorded.
+    pub(crate) fn stopped_us(&self) -> Option<u64> {
+        let stopped = self.steps.iter().find(|step| step.phase == Phase::Suspend)?;
+        let resumed = self.steps.iter().rfind(|step| step.phase == Phase::Resume)?;
+        resumed.offset_us.saturating_add(resumed.us).checked_sub(stopped.offset_us)
+    }
+}
+
+/// Returns the start of a text that has no limit in a file.
+pub(crate) fn shortened(text: &str, max_chars: usize) -> String {
+    match text.char_indices().nth(max_chars) {
+        Some((end, _)) => format!("{}\u{2026}", text.get(..end).unwrap_or_default()),
+        None => text.to_owned(),
+    }
+}
+
 /// A position in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Position {
@@ -84,6 +126,8 @@ struct CurrentOperation {
     suspended_ns: Option<u64>,
     resumed_ns: Option<u64>,
     is_counted: bool,
+    start_ns: u64,
+    kept: LastOperation,
 }
 
 /// The counts of one VM.
@@ -118,6 +162,10 @@ impl TimelineCounts {
 
     pub(crate) fn operations(&self) -> impl Iterator<Item = (&str, &OperationCounts)> {
         self.operations.iter().map(|(name, counts)| (name.as_str(), counts))
+    }
+
+    pub(crate) fn last_operation(&self) -> Option<&LastOperation> {
+        self.current.as_ref().map(|current| &current.kept)
     }
 
     fn read_file(&mut self, path: &Path) -> io::Result<()> {
@@ -175,9 +223,26 @@ impl TimelineCounts {
                 suspended_ns: None,
                 resumed_ns: None,
                 is_counted: false,
+                start_ns: entry.start_mono_ns,
+                kept: LastOperation {
+                    name: shortened(&entry.operation, MAX_TEXT_CHARS),
+                    started_us: entry.start_host_us,
+                    steps: Vec::new(),
+                    omitted_steps: 0,
+                },
             });
         }
         let Some(current) = &mut self.current else { return };
+        if current.kept.steps.len() < MAX_STEPS {
+            current.kept.steps.push(OperationStep {
+                phase: entry.phase,
+                name: shortened(&entry.step, MAX_TEXT_CHARS),
+                offset_us: entry.start_mono_ns.saturating_sub(current.start_ns) / 1000,
+                us: entry.us,
+            });
+        } else {
+            current.kept.omitted_steps += 1;
+        }
         (current.phase, current.end_ns) = (entry.phase, end_ns);
         match entry.phase {
             Phase::Suspend => {
@@ -271,6 +336,24 @@ mod tests {
         let mut later = TimelineCounts::default();
         later.update(&rundir);
         assert_eq!(counts(&later), (3, 3, 90_000), "another exporter counts the same");
+    }
+
+    #[test]
+    fn the_steps_of_the_last_operation_are_kept() {
+        let mut timeline = TimelineCounts::default();
+        assert_eq!(timeline.last_operation(), None);
+        for entry in replacement(1000, 20).iter().chain(&replacement(2000, 30)) {
+            timeline.add(entry);
+        }
+        let last = timeline.last_operation().unwrap();
+        assert_eq!((last.name.as_str(), last.steps.len(), last.stopped_us()), (WARM, 4, Some(30_000)));
+        assert_eq!((last.steps[1].offset_us, last.steps[1].us), (10_000, 29_000));
+        for number in 0..100 {
+            timeline.add(&entry(&"\u{e9}".repeat(1000), Phase::Prepare, 9000 + number, 1));
+        }
+        let last = timeline.last_operation().unwrap();
+        assert_eq!((last.steps.len(), last.omitted_steps, last.stopped_us()), (MAX_STEPS, 52, None));
+        assert_eq!(last.name.chars().count(), MAX_TEXT_CHARS + 1);
     }
 
     #[test]

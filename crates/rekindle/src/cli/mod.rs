@@ -444,15 +444,16 @@ Examples:
   rekindle monitor --out samples.jsonl
   rekindle monitor web --service web=http://10.0.0.2/ --every 10s")]
     Monitor(Monitor),
-    /// Serve metrics of this host's guests to Prometheus over HTTP.
+    /// Serve metrics and a live page of this host's guests by HTTP.
     ///
-    /// Runs until it is interrupted. It reads files and /proc only: no guest, QEMU or helper notices it. docs/metrics.md has the metrics and the alert
-    /// rules.
+    /// Runs until it is interrupted. It reads files and /proc only: no guest, QEMU or helper notices it. docs/metrics.md
+    /// has the metrics and the alert rules, docs/page.md describes the page.
     ///
     /// Needs: the right to read the run directories. An ordinary user serves the figures of its own VMs; root those of
     /// root's VMs and of libvirt's domains.
     ///
-    /// On success: http://127.0.0.1:19750/metrics has the figures at the time of each request.
+    /// On success: http://127.0.0.1:19750/metrics has the figures at the time of each request, and a browser shows the
+    /// page at http://127.0.0.1:19750/.
     ///
     /// On failure: the address cannot be used.
     #[command(after_help = "\

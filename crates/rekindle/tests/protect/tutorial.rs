@@ -119,11 +119,10 @@ fn the_commands_of_the_first_tutorial_do_what_it_states() {
 
     tutorial.run("7. Restore it");
     tutorial.wait_counting();
+    // The restored VM has a new log.
     let counts = tutorial.counts();
-    assert!(!counts[before.len()..].contains(&1), "the guest was booted: {counts:?}");
-    assert_eq!(counts.iter().filter(|count| **count == 1).count(), 1, "{counts:?}");
-    let continued = counts[before.len()..].iter().find(|count| **count >= *before.last().unwrap());
-    assert!(continued.is_some(), "{counts:?}");
+    let newest = *before.last().unwrap();
+    assert!(!counts.contains(&1) && counts[0] + 10 > newest, "before: {before:?}, then: {counts:?}");
 
     tutorial.run("8. Clean up");
     assert!(!tutorial.directory.exists());
