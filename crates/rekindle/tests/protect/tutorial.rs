@@ -122,7 +122,7 @@ fn the_commands_of_the_first_tutorial_do_what_it_states() {
     // The restored VM has a new log.
     let counts = tutorial.counts();
     let newest = *before.last().unwrap();
-    assert!(!counts.contains(&1) && counts[0] + 10 > newest, "before: {before:?}, then: {counts:?}");
+    assert!(!counts.contains(&1) && counts[0] <= newest + 1, "before: {before:?}, then: {counts:?}");
 
     tutorial.run("8. Clean up");
     assert!(!tutorial.directory.exists());
