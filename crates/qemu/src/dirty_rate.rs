@@ -46,7 +46,7 @@ pub fn changed_memory(qmp: &mut Qmp, length: Duration) -> Result<ChangedMemory, 
         let measurement: Measurement = qmp.execute("query-dirty-rate", ())?;
         match (measurement.status.as_str(), measurement.dirty_rate) {
             ("measured", Some(mib_per_s)) => {
-                let bytes = u64::try_from(mib_per_s).unwrap_or(0) * seconds << 20;
+                let bytes = (u64::try_from(mib_per_s).unwrap_or(0) * seconds) << 20;
                 return Ok(ChangedMemory { length, bytes });
             }
             _ if Instant::now() >= end => {
