@@ -10,6 +10,7 @@ use rekindle_kernel::confinement::status::Rights;
 use rekindle_kernel::confinement::support;
 use rekindle_kernel::uring::Ring;
 use rekindle_kernel::userfault::remote::DEVICE;
+use rekindle_kernel::userfault::{self, Features};
 use rekindle_kernel::vhost_net;
 use rekindle_memory::directory::available_memory;
 use rekindle_qemu::binary::Binary;
@@ -59,6 +60,7 @@ pub fn examine(qemu: &Path) -> Vec<Finding> {
         check_binary(qemu),
         check_kvm(),
         check_userfaultfd(),
+        check_write_tracking(),
         check_run_directory(),
         check_memory(),
         check_disk_servers(),
@@ -114,6 +116,21 @@ fn check_userfaultfd() -> Finding {
         "Linux 6.1 or newer; until then, only QEMUs that run as root can be protected, and restored on demand"
     };
     finding(CHECK, Level::Limited, format!("{DEVICE}: {e}"), hint)
+}
+
+/// Checks that this kernel can record which pages of a guest are written, as `protect` needs it.
+fn check_write_tracking() -> Finding {
+    const CHECK: &str = "page tracking";
+    match userfault::supported() {
+        Ok(features) if features.contains(Features::WP_ASYNC) => {
+            finding(CHECK, Level::Good, "the kernel can record which pages a guest writes", "")
+        }
+        Ok(_) => {
+            let observation = "the kernel cannot record which pages a guest writes";
+            finding(CHECK, Level::Limited, observation, "protect, move and attach need Linux 6.7 or newer")
+        }
+        Err(e) => finding(CHECK, Level::Limited, e.to_string(), "protect, move and attach need a userfaultfd"),
+    }
 }
 
 fn open_device(path: &Path) -> io::Result<File> {
@@ -352,7 +369,7 @@ fn check_tracing_rights() -> Finding {
             "tracing",
             Level::Bad,
             format!("kernel.yama.ptrace_scope is {scope}"),
-            "a warm reboot reads QEMU's memory: run as root, or sysctl kernel.yama.ptrace_scope=0",
+            "a warm reboot reads QEMU's memory: run as root, or set kernel.yama.ptrace_scope=0 in a file of /etc/sysctl.d",
         ),
     }
 }

@@ -203,9 +203,19 @@ fn doctor_lists_what_it_checked_and_a_remedy_for_each_problem() {
     let findings =
         lab.rekindle(["--json", "doctor", "--qemu", crate::common::qemu_new().to_str().unwrap()]).ok().json();
     let titles: Vec<_> = findings.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
-    for expected in
-        ["QEMU", "KVM", "userfaultfd", "run directory", "memory", "taps", "vhost-net", "iproute2", "tracing", "sandbox"]
-    {
+    for expected in [
+        "QEMU",
+        "KVM",
+        "userfaultfd",
+        "page tracking",
+        "run directory",
+        "memory",
+        "taps",
+        "vhost-net",
+        "iproute2",
+        "tracing",
+        "sandbox",
+    ] {
         assert!(titles.contains(&expected), "no {expected} in {titles:?}");
     }
     let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);
