@@ -13,7 +13,7 @@ help:
 	@echo 'make install          install it: DESTDIR=, PREFIX=/usr/local, BINARY=target/release/rekindle'
 	@echo 'make deb | rpm        target/package/*.deb, *.rpm'
 	@echo 'make book             target/book/html: all documents as a book; checks their links'
-	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt|store'
+	@echo 'make bench TOPIC=vmm|protect|restore|warm-cache|faults|os|host|cluster|move|libvirt|store|metrics'
 	@echo '                      measure against the peers (QUICK=1: within 8 minutes; ONLY="case": only that;'
 	@echo '                      TRIAL=1: only check that every case works)'
 	@echo 'make campaign NAME=overhead|coverage|penalty-disk|penalty-protect'

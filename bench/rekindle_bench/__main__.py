@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle_bench import cluster, faults, host, libvirt, move, protect, restore, store, vmm, warm_cache
+from rekindle_bench import cluster, faults, host, libvirt, metrics, move, protect, restore, store, vmm, warm_cache
 from rekindle_bench import os as os_reboot
 from rekindle_bench import trial as trials
 from rekindle_bench.rows import read_sidecar
@@ -31,7 +31,7 @@ from rekindle_lab.runs.ledger import LedgerError
 
 TOPICS = {
     package.TOPIC.name: package.TOPIC
-    for package in (vmm, protect, restore, store, move, libvirt, warm_cache, faults, os_reboot, host, cluster)
+    for package in (vmm, protect, restore, store, move, libvirt, warm_cache, faults, os_reboot, host, cluster, metrics)
 }
 
 ALL = "all"

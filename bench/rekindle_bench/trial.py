@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import cluster, faults, host, libvirt, move, protect, restore, store, vmm, warm_cache
+from rekindle_bench import cluster, faults, host, libvirt, metrics, move, protect, restore, store, vmm, warm_cache
 from rekindle_bench import os as os_reboot
 from rekindle_bench.case import Trial
 from rekindle_bench.protect.plan import Pause, Units
@@ -129,6 +129,7 @@ PLANS: dict[str, Any] = {
     "move": move.Plan(filled_by_mib={192: "96M"}, loads_mb_per_s=(5,), rounds=1),
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(ways_by_mib={}, ways_by_vms={}, rounds_in_a_row=0, emulated_faults=0, direct_faults=1),
+    "metrics": metrics.Plan(guests=8, cost_windows=1, cost_s=2.0, scrape_s=1.0, loads=1, frame_windows=1, frames_s=2.0),
 }
 """Plans by topic. The slowest topics come first, so that all lanes end at about the same time."""
 

@@ -7,38 +7,21 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import threading
 import time
 
 import pytest
-from invented_host import InventedHost
-from playwright.sync_api import sync_playwright
+
+from rekindle_lab.invented_host import InventedHost
+from rekindle_lab.metrics_page import DESKTOP, Server, chromium, load, new_page
 
 BINARY = os.environ.get("REKINDLE_TEST_BINARY")
 SCREENSHOTS = os.environ.get("REKINDLE_TEST_SCREENSHOTS")
 """A folder for pictures of the page, if they are wanted."""
-DESKTOP = {"width": 1360, "height": 860}
 PHONE = {"width": 390, "height": 844}
 
 pytestmark = pytest.mark.skipif(
     BINARY is None, reason="REKINDLE_TEST_BINARY names no rekindle; scripts/test lab sets it"
 )
-
-OBSERVE = """
-window.seen = {violations: [], frames: [], longTasks: []};
-document.addEventListener("securitypolicyviolation", (event) => window.seen.violations.push(event.violatedDirective));
-new PerformanceObserver((list) => list.getEntries().forEach((entry) => window.seen.longTasks.push(entry.duration)))
-  .observe({type: "longtask", buffered: true});
-let last = null;
-const frame = (now) => {
-  if (last !== null) window.seen.frames.push(now - last);
-  last = now;
-  requestAnimationFrame(frame);
-};
-requestAnimationFrame(frame);
-"""
-"""Runs before the page's script, outside of its policy: records violations and frames."""
 
 FOCUSED = """(() => {
   const {id, name, value, textContent, nextElementSibling} = document.activeElement;
@@ -48,29 +31,10 @@ FOCUSED = """(() => {
 """What has the focus, and whether it or the label after it is outlined."""
 
 
-class Server:
-    """`rekindle metrics` for a folder of run directories."""
-
-    def __init__(self, folder):
-        environment = {**os.environ, "REKINDLE_RUN_DIR": str(folder)}
-        command = [BINARY, "metrics", "--listen", "127.0.0.1:0", "--json"]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        self.url = json.loads(self.process.stdout.readline())["url"].removesuffix("metrics")
-
-    def end(self):
-        self.process.terminate()
-        self.process.communicate()
-
-
 @pytest.fixture(scope="module")
 def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.fail("no chromium in PATH; run: scripts/setup")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -81,9 +45,8 @@ def host(tmp_path):
 
 @pytest.fixture
 def server(host):
-    server = Server(host.folder)
-    yield server
-    server.end()
+    with Server(BINARY, host.folder) as server:
+        yield server
 
 
 @pytest.fixture
@@ -92,14 +55,12 @@ def open_page(browser, server):
     pages = []
 
     def open_page(size=DESKTOP, **options):
-        page = browser.new_context(viewport=size, **options).new_page()
+        page = new_page(browser, size, **options)
         page.messages, page.requested = [], []
         page.on("console", lambda message: page.messages.append(message.text))
         page.on("pageerror", lambda error: page.messages.append(str(error)))
         page.on("request", lambda request: page.requested.append(request.url))
-        page.add_init_script(OBSERVE)
-        page.goto(server.url)
-        page.wait_for_selector("#guests[aria-busy=false]")
+        load(page, server.url)
         pages.append(page)
         return page
 
@@ -250,10 +211,7 @@ def test_a_lost_connection_is_shown_and_ends(host, server, open_page):
     server.end()
     page.get_by_text("Connection lost").wait_for()
     shutil.rmtree(host.folder / "gone")
-    environment = {**os.environ, "REKINDLE_RUN_DIR": str(host.folder)}
-    server.process = subprocess.Popen(
-        [BINARY, "metrics", "--listen", address, "--json"], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    server.start(address)
     page.get_by_text("Live", exact=True).wait_for()
     page.wait_for_selector("#guests[aria-busy=false]")
     assert names(page) == ["web"]
@@ -267,23 +225,13 @@ def test_a_lost_connection_is_shown_and_ends(host, server, open_page):
 def test_two_hundred_guests(host, open_page):
     """Measures and prints: time until the page can be used and is complete, frames while all guests change."""
     host.populate(200)
-    stop = threading.Event()
-
-    def protect():
-        while not stop.wait(0.5):
-            for guest in list(host.guests.values()):
-                if "protection.lock" in guest.locks and len(guest.pauses) < 1000:
-                    guest.commit(3_000 + 997 * (guest.number % 7))
-
-    thread = threading.Thread(target=protect)
-    thread.start()
-    try:
+    with host.protecting(0.5):
         page = open_page()
         assert page.locator("#rows tr").count() == 200
         marks = page.evaluate(
             "performance.getEntriesByType('mark').map((mark) => [mark.name.replace('rekindle-', ''), mark.startTime])"
         )
-        load = page.evaluate("window.seen.frames.splice(0)")
+        first = page.evaluate("window.seen.frames.splice(0)")
         for _ in range(10):
             page.mouse.wheel(0, 700)
             time.sleep(0.5)
@@ -292,11 +240,9 @@ def test_two_hundred_guests(host, open_page):
         time.sleep(2)
         live = page.evaluate("window.seen.frames")
         tasks = page.evaluate("window.seen.longTasks")
-    finally:
-        stop.set()
-        thread.join()
-    figures = {name: round(ms) for name, ms in marks}
-    figures |= {"worst frame at the start": round(max(load)), "worst frame later": round(max(live))}
+        ready = page.evaluate("window.seen.readyMs")
+    figures = {name: round(ms) for name, ms in marks} | {"drawn": round(ready)}
+    figures |= {"worst frame at the start": round(max(first)), "worst frame later": round(max(live))}
     figures |= {"median frame": round(statistics.median(live), 1), "tasks above 50 ms": [round(ms) for ms in tasks]}
     print("\n200 guests, ms:", json.dumps(figures))
     picture(page, "details")

@@ -7,10 +7,18 @@ hold. `rekindle metrics` only reads files, locks and `/proc`, so that it takes t
 import fcntl
 import json
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
-STATE = Path(__file__).parents[2] / "crates" / "metrics" / "tests" / "state.json"
+from rekindle_lab.machine import find_root
+
+STATE = "crates/metrics/tests/state.json"
+"""The state of a guest, in the folder of the project."""
 PAUSE_BOUNDS_US = [500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 5_000_000]
 REPLACEMENT = [
     ("prepare", "check what it needs", 1_900),
@@ -25,11 +33,18 @@ REPLACEMENT = [
 ]
 
 
-def uptime_ms():
+def _state() -> dict[str, Any]:
+    root = find_root(Path(__file__).resolve())
+    if root is None:
+        raise FileNotFoundError(f"{STATE}: {__file__} is not in a clone of the project")
+    return json.loads((root / STATE).read_text())
+
+
+def _uptime_ms() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1000)
 
 
-def write(path, content):
+def _write(path: Path, content: str) -> None:
     """Replaces a file as a whole, as Rekindle does."""
     new = path.with_name(path.name + ".new")
     new.write_text(content)
@@ -39,26 +54,39 @@ def write(path, content):
 class Guest:
     """A guest that runs; protected if it has an interval."""
 
-    def __init__(self, folder, qemu, every_ms):
+    def __init__(self, folder: Path, qemu: subprocess.Popen[bytes], every_ms: int | None) -> None:
+        """Makes the run directory `folder`, and holds the locks in it."""
         self.folder, self.every_ms = folder, every_ms
-        self.locks, self.number, self.pauses = {}, 0, []
+        self.locks: dict[str, TextIO] = {}
+        """Locks that are held, by name of the file."""
+        self.number = 0
+        """Number of the newest checkpoint."""
+        self.pauses: list[int] = []
+        """Pauses of all checkpoints in microseconds."""
         folder.mkdir(parents=True)
-        state = json.loads(STATE.read_text())
+        state = _state()
         started = Path("/proc", str(qemu.pid), "stat").read_text().rpartition(")")[2].split()[19]
         state["vmm"] |= {"pid": qemu.pid, "started": int(started), "binary": "/usr/bin/sleep"}
-        write(folder / "state.json", json.dumps(state))
+        _write(folder / "state.json", json.dumps(state))
         self.hold("watch.lock")
         if every_ms:
             self.hold("protection.lock")
 
-    def hold(self, name):
+    @property
+    def is_protected(self) -> bool:
+        """Whether a protector seems to run."""
+        return "protection.lock" in self.locks
+
+    def hold(self, name: str) -> None:
+        """Holds a lock."""
         self.locks[name] = (self.folder / name).open("w")
         fcntl.flock(self.locks[name], fcntl.LOCK_EX)
 
-    def release(self, name):
+    def release(self, name: str) -> None:
+        """Releases a lock, as if its process had ended."""
         self.locks.pop(name).close()
 
-    def commit(self, pause_us, age_ms=0, **counters):
+    def commit(self, pause_us: int, age_ms: int = 0, **counters: Any) -> None:  # noqa: ANN401
         """Commits a checkpoint, as a protector records it."""
         self.number += 1
         self.pauses.append(pause_us)
@@ -68,13 +96,13 @@ class Guest:
             "policy": "cow",
             "collected": self.number,
             "committed": self.number,
-            "committed_at_ms": uptime_ms() - age_ms,
+            "committed_at_ms": _uptime_ms() - age_ms,
             "epoch": 1,
         }
-        write(self.folder / "protect.json", json.dumps(progress))
+        _write(self.folder / "protect.json", json.dumps(progress))
         self.count(**counters)
 
-    def count(self, **counters):
+    def count(self, **counters: Any) -> None:  # noqa: ANN401
         """Writes the counters of the protector."""
         buckets = [[bound, 0] for bound in PAUSE_BOUNDS_US]
         for pause in self.pauses:
@@ -82,9 +110,9 @@ class Guest:
         pauses = {"buckets": buckets, "above": 0, "sum_us": sum(self.pauses)}
         space = {"size": 1 << 40, "available": 700 << 30}
         record = {"every_ms": self.every_ms, "checkpoints": self.number, "pauses": pauses, "store_space": space}
-        write(self.folder / "protect-counters.json", json.dumps(record | counters))
+        _write(self.folder / "protect-counters.json", json.dumps(record | counters))
 
-    def replace_qemu(self, minutes_ago=0, operation="replace-qemu --how warm"):
+    def replace_qemu(self, minutes_ago: int = 0, operation: str = "replace-qemu --how warm") -> None:
         """Records a replacement of the QEMU."""
         at_us = int(time.time() * 1e6) - minutes_ago * 60_000_000
         mono_ns = time.monotonic_ns()
@@ -99,26 +127,29 @@ class Guest:
 class InventedHost:
     """A folder with run directories, and the process in place of QEMUs. Ended by `with`."""
 
-    def __init__(self, folder):
-        self.folder, self.guests = folder, {}
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder."""
+        self.folder = folder
+        self.guests: dict[str, Guest] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "InventedHost":
         self.qemu = subprocess.Popen(["sleep", "infinity"])
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for guest in self.guests.values():
             for lock in guest.locks.values():
                 lock.close()
         self.qemu.kill()
         self.qemu.wait()
 
-    def add(self, name, every_ms=None):
+    def add(self, name: str, every_ms: int | None = None) -> Guest:
+        """Adds a guest, protected if it has an interval."""
         self.guests[name] = Guest(self.folder / name, self.qemu, every_ms)
         return self.guests[name]
 
-    def populate(self, count):
+    def populate(self, count: int) -> None:
         """Adds guests of which most are protected, and some need attention."""
         services = ["web", "db", "mail", "cache", "build", "queue", "files", "dns"]
         for index in range(count):
@@ -136,3 +167,32 @@ class InventedHost:
                 guest.release("watch.lock")
             if every_ms and index % 71 == 10:
                 guest.release("protection.lock")
+
+    @contextmanager
+    def protecting(self, every_s: float = 1.0, *, all_change: bool = False) -> Iterator[None]:
+        """Lets every protected guest commit every `every_s` seconds, spread over that time.
+
+        `all_change`: for every other guest, a replacement of the QEMU is recorded as often.
+        """
+        guests = [guest for guest in self.guests.values() if guest.is_protected or all_change]
+        stop = threading.Event()
+
+        def change() -> None:
+            at_s = time.monotonic()
+            while True:
+                for guest in guests:
+                    at_s += every_s / len(guests)
+                    if stop.wait(max(0.0, at_s - time.monotonic())):
+                        return
+                    if guest.is_protected:
+                        guest.commit(3_000 + 997 * (guest.number % 7))
+                    else:
+                        guest.replace_qemu()
+
+        with ThreadPoolExecutor(1) as executor:
+            changes = executor.submit(change)
+            try:
+                yield
+            finally:
+                stop.set()
+            changes.result()
