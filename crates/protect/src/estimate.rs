@@ -1,15 +1,16 @@
-//! `rekindle protect --dry-run`: whether a guest can be protected, and how much memory its checkpoints would contain.
+//! Whether a guest can be protected, and how much memory its checkpoints would contain: for `rekindle protect --dry-run`
+//! and `rekindle doctor NAME`.
 //!
 //! Nothing is changed: QEMU samples the guest's pages while it runs, and the store is only read.
 
 use crate::error::{ProtectError, TrackingStartError};
 use crate::owned::OwnerRecord;
-use crate::plan::ProtectionPlan;
+use crate::plan::{DiskPolicy, ProtectionPlan};
 use crate::policy::Policy;
 use crate::protector::{ProtectSettings, suitable_target};
 use crate::target::Target;
 use rekindle_life::attach::{ProtectionLock, check_tracking};
-use rekindle_qemu::dirty_rate::{ChangedMemory, changed_memory};
+use rekindle_qemu::dirty_rate::changed_memory;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_store::{StoreError, admin};
 use rekindle_vm::host::Host;
@@ -20,7 +21,17 @@ use std::time::Duration;
 /// Total length of the measurements.
 const MEASURED_TIME: Duration = Duration::from_secs(10);
 
-/// What protecting a guest would require of the store.
+/// How a guest would be protected: the part of [`ProtectSettings`] that is not about the store.
+#[derive(Debug, Clone)]
+pub struct Wanted {
+    pub policy: Option<Policy>,
+    pub disks: DiskPolicy,
+    pub output_commit: bool,
+    /// Interval from the start of one checkpoint to the start of the next.
+    pub every: Duration,
+}
+
+/// How much memory the checkpoints of a guest would contain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Estimate {
     /// When pages would be copied.
@@ -31,8 +42,6 @@ pub struct Estimate {
     pub measured_ms: u64,
     /// Memory that the guest changed in each measurement, in bytes. From samples.
     pub changed_bytes: Vec<u64>,
-    /// Number of checkpoints in the store; `None` if there is no store yet.
-    pub checkpoints: Option<usize>,
 }
 
 impl Estimate {
@@ -43,36 +52,37 @@ impl Estimate {
     }
 }
 
-/// Checks whether VM `name` can be protected with these settings, and measures for 10 s how much memory it changes.
+/// Checks whether VM `name` can be protected like that, and measures for 10 s how much memory it changes.
 ///
-/// *Needs:* the VM runs; the rights of a protector.
+/// *Needs:* the VM runs; the rights of a protector; no protector.
 ///
 /// # Errors
 /// [`ProtectError`]: why it cannot be protected.
-pub fn estimate(host: &Host, name: &str, settings: &ProtectSettings) -> Result<Estimate, ProtectError> {
+pub fn estimate(host: &Host, name: &str, wanted: &Wanted) -> Result<Estimate, ProtectError> {
     let failed = |e: QmpError| ProtectError::tracking(name, e);
-    let target = suitable_target(host, name, settings)?;
+    let target = suitable_target(host, name, wanted.output_commit)?;
     let _protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
-    let checkpoints = read_store(&target, settings)?;
-    let plan = ProtectionPlan::inspect(&target, settings.policy, &settings.disks);
+    let plan = ProtectionPlan::inspect(&target, wanted.policy, &wanted.disks);
     let ProtectionPlan { policy, mut control, .. } = plan.map_err(|e| start_error(name, e))?;
     check_tracking(target.process(), &mut control).map_err(|e| ProtectError::tracking(name, e))?;
     let ram_bytes = ram_bytes(&mut control).map_err(failed)?;
     let (mut changed_bytes, mut measured) = (Vec::new(), Duration::ZERO);
-    let mut length = settings.every.min(MEASURED_TIME);
+    let mut length = wanted.every.min(MEASURED_TIME);
     while measured + length <= MEASURED_TIME {
         let changed = changed_memory(&mut control, length).map_err(failed)?;
-        let ChangedMemory { bytes, .. } = changed;
-        changed_bytes.push(bytes.min(ram_bytes));
+        changed_bytes.push(changed.bytes.min(ram_bytes));
         length = changed.length;
         measured += length;
     }
-    Ok(Estimate { policy, ram_bytes, measured_ms: length.as_millis() as u64, changed_bytes, checkpoints })
+    Ok(Estimate { policy, ram_bytes, measured_ms: length.as_millis() as u64, changed_bytes })
 }
 
-/// Returns the number of checkpoints in the store; `None` if it is to be created. Rejects a store that the protector of this
-/// guest could not write.
-fn read_store(target: &Target, settings: &ProtectSettings) -> Result<Option<usize>, ProtectError> {
+/// Returns the number of checkpoints in the store of a protector with these settings; `None` if it would create the store.
+///
+/// # Errors
+/// [`ProtectError`]: why it could not write to the store.
+pub fn stored_checkpoints(host: &Host, name: &str, settings: &ProtectSettings) -> Result<Option<usize>, ProtectError> {
+    let target = Target::of(host, name)?;
     let record = OwnerRecord::read(target.rundir())?.filter(|record| record.is_of(&settings.store));
     if let Some(record) = &record {
         record.may_run(target.rundir())?;

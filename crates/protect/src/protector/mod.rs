@@ -102,7 +102,7 @@ pub fn protect(
     stop: &AtomicBool,
     on_event: &mut dyn FnMut(&ProtectEvent),
 ) -> Result<Summary, ProtectError> {
-    let target = suitable_target(host, name, settings)?;
+    let target = suitable_target(host, name, settings.output_commit)?;
     permission::remember(host, &target.state().definition.name, &target.recipe());
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
@@ -111,16 +111,15 @@ pub fn protect(
     ControlLoop::new(host, settings, stop, on_event, series, counters).run(target)
 }
 
-/// Finds the running VM `name`. Rejects it if its RAM or its network cannot be handled as `settings` require.
-pub(crate) fn suitable_target(host: &Host, name: &str, settings: &ProtectSettings) -> Result<Target, ProtectError> {
+/// Finds the running VM `name`. Rejects it if its RAM cannot be tracked or, for output commit, its network output cannot be
+/// held.
+pub(crate) fn suitable_target(host: &Host, name: &str, output_commit: bool) -> Result<Target, ProtectError> {
     let target = Target::of(host, name)?;
     reject_dax(&target)?;
-    if settings.output_commit && target.state().attached.is_some() {
+    if output_commit && target.state().attached.is_some() {
         return Err(ProtectError::AttachedOutput { name: name.into() });
     }
-    if settings.output_commit
-        && let Some(problem) = target.state().hardware.unheld_output()
-    {
+    if output_commit && let Some(problem) = target.state().hardware.unheld_output() {
         return Err(ProtectError::UnheldOutput { name: name.into(), problem });
     }
     Ok(target)

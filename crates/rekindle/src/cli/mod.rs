@@ -461,10 +461,16 @@ Examples:
   rekindle metrics
   rekindle metrics --listen 192.0.2.1:19750")]
     Metrics(Metrics),
-    /// Check this host for problems and suggest fixes.
+    /// Check this host, or one guest, for problems and suggest fixes.
+    ///
+    /// Needs: with NAME: the VM or domain runs; the rights that the techniques need.
+    ///
+    /// With NAME, it also checks what each technique would do to that guest, and measures for 10 s how much memory its
+    /// checkpoints would contain. Nothing is changed.
     #[command(after_help = "\
 Examples:
   rekindle doctor
+  rekindle doctor web
   rekindle doctor --qemu /opt/qemu-10/bin/qemu-system-x86_64")]
     Doctor(Doctor),
     /// Print shell completions.

@@ -66,6 +66,8 @@ pub struct Metrics {
 
 #[derive(Debug, Args)]
 pub struct Doctor {
+    /// Also check this VM or libvirt domain: what each technique would do to it.
+    pub name: Option<Name>,
     /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PATH")]
     pub qemu: PathBuf,

@@ -17,6 +17,7 @@ pub mod disk;
 pub mod doctor;
 pub mod dry_run;
 pub mod generate;
+mod guest_findings;
 pub mod helpers;
 pub mod host;
 mod install_service;

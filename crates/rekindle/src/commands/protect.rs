@@ -9,10 +9,10 @@ use crate::cli::{CheckpointOptions, DiskRule, NameOnly, Protect};
 use crate::output::{Output, bytes};
 use crate::progress::start_spinner;
 use anyhow::{Context, Result};
-use rekindle_protect::estimate::estimate;
+use rekindle_protect::estimate::{Estimate, Wanted, estimate, stored_checkpoints};
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
-use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
+use rekindle_protect::protector::{DiskPolicy, ProtectError, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use serde_json::json;
@@ -96,31 +96,48 @@ pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
 
 /// Prints whether the VM can be protected, and how much memory its checkpoints would contain.
 fn print_estimate(output: &Output, host: &Host, name: &str, settings: &ProtectSettings) -> Result<ExitCode> {
-    let spinner = start_spinner(output, format!("measuring how much memory {name} changes"));
-    let estimated = estimate(host, name, settings);
-    spinner.finish_and_clear();
-    let estimate = estimated?;
-    let (mean, count) = (estimate.mean_bytes(), estimate.changed_bytes.len());
-    let most = estimate.changed_bytes.iter().max().copied().unwrap_or(0);
-    let store = match estimate.checkpoints {
+    let checkpoints = stored_checkpoints(host, name, settings)?;
+    let ProtectSettings { policy, disks, output_commit, every, .. } = settings.clone();
+    let estimate = measured_estimate(output, host, name, &Wanted { policy, disks, output_commit, every })?;
+    let store = match checkpoints {
         None => "would be created".to_owned(),
         Some(count) => format!("has {count} checkpoints"),
     };
     let text = format!(
-        "{name}: can be protected; its pages would be copied by policy {}\n\
+        "{name}: can be protected; {}\n{} {store}\nnothing was changed",
+        describe_estimate(&estimate),
+        settings.store
+    );
+    output.result(&json!({"dry_run": true, "name": name, "estimate": estimate, "checkpoints": checkpoints}), text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Measures for 10 s, and shows that it does.
+pub(super) fn measured_estimate(
+    output: &Output,
+    host: &Host,
+    name: &str,
+    wanted: &Wanted,
+) -> Result<Estimate, ProtectError> {
+    let spinner = start_spinner(output, format!("measuring how much memory {name} changes"));
+    let estimated = estimate(host, name, wanted);
+    spinner.finish_and_clear();
+    estimated
+}
+
+pub(super) fn describe_estimate(estimate: &Estimate) -> String {
+    let (mean, count) = (estimate.mean_bytes(), estimate.changed_bytes.len());
+    let most = estimate.changed_bytes.iter().max().copied().unwrap_or(0);
+    format!(
+        "its pages would be copied by policy {}\n\
          the first checkpoint has all of its memory: {}\n\
-         each further one has what changes in {} s: {} (mean of {count} measurements; most {})\n\
-         {} {store}\n\
-         nothing was changed",
+         each further one has what changes in {} s: {} (mean of {count} measurements; most {})",
         estimate.policy,
         bytes(estimate.ram_bytes),
         estimate.measured_ms / 1000,
         bytes(mean),
         bytes(most),
-        settings.store,
-    );
-    output.result(&json!({"dry_run": true, "name": name, "estimate": estimate}), text)?;
-    Ok(ExitCode::SUCCESS)
+    )
 }
 
 /// Returns how `protect` treats disks that Rekindle does not serve.

@@ -86,7 +86,7 @@ fn os_request(host: &Host, arguments: &RebootOs) -> Result<OsRebootRequest> {
 }
 
 /// Describes what a reboot would do, for `--dry-run`.
-fn describe_os_method(how: OsRebootMethod) -> &'static str {
+pub(super) fn describe_os_method(how: OsRebootMethod) -> &'static str {
     match how {
         OsRebootMethod::Cold => "shut its guest down and boot it",
         OsRebootMethod::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",

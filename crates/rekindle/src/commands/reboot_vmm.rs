@@ -13,6 +13,7 @@ use rekindle_reboot::bare::{self, BareOptions};
 use rekindle_reboot::error::RebootError;
 use rekindle_reboot::libvirt::{self, AllDomains, DomainOptions, ReplacedDomains, Selection, SkippedDomain};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome, VmPlan};
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -89,6 +90,15 @@ pub fn reboot_vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     print_vmm_outcomes(output, options.how, &outcomes, &skipped, &absences_us)?;
     let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
+}
+
+/// Plans the replacement of one guest's QEMU by the installed one.
+pub(super) fn plan_replacement(host: &Host, name: &str) -> Result<PlannedAction<RebootError>> {
+    let (domains, vms) = separate_domains(host, vec![name.to_owned()])?;
+    let selected = Selected { vms, domains, ..Selected::default() };
+    let options = ReplaceOptions { how: vmm::RebootMethod::Warm, qemu: None, rollback: false, verify_memory: false };
+    let plans = plan(host, &selected, &options, &DomainOptions { qemu: None, in_place: false });
+    plans.into_iter().next().ok_or_else(|| LifeError::Unknown { name: name.into() }.into())
 }
 
 /// Replaces the QEMU with the QMP socket `socket`.

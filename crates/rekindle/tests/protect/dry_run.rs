@@ -26,7 +26,9 @@ fn contents(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 
 fn estimate(guest: &Guest<'_>, store: &Path, more: &[&str]) -> Value {
     let words = ["--json", "protect", &guest.name, "--store", store.to_str().unwrap(), "--dry-run"];
-    guest.lab.rekindle([&words[..], more].concat()).ok().json()["estimate"].clone()
+    let result = guest.lab.rekindle([&words[..], more].concat()).ok().json();
+    assert_eq!(result["checkpoints"], 0, "{result}");
+    result["estimate"].clone()
 }
 
 fn mean(estimate: &Value) -> u64 {
@@ -50,7 +52,6 @@ fn a_dry_run_measures_how_much_memory_changes_and_changes_nothing() {
             (&1000.into(), 10),
             "{idle}"
         );
-        assert_eq!(idle["checkpoints"], 0, "{idle}");
 
         guest.ask("dirty 20 96 random");
         let busy = estimate(&guest, &store, &["--every", "5s"]);
@@ -99,4 +100,30 @@ fn a_dry_run_fails_where_a_protector_would() {
     other.assert_sound();
     crash(&guest);
     dry_run(text, &[]).status(1);
+}
+
+#[test]
+fn doctor_states_what_each_technique_would_do_to_a_guest_and_changes_nothing() {
+    let lab = Lab::new();
+    let guest = lab.vm("web").memory("96M").boot(&[]);
+    let before = (guest.single_qemu().process, contents(&guest.only_qemu().directory));
+    let findings = lab.rekindle(["--json", "doctor", "web"]).ok().json();
+    let finding = |check: &str| {
+        let found = findings.as_array().unwrap().iter().find(|finding| finding["what"] == check);
+        found.unwrap_or_else(|| panic!("no {check} in {findings}"))
+    };
+    for (check, level, text) in [
+        ("replace-qemu", "good", "its guest stopped for milliseconds"),
+        ("reboot cold", "good", "would shut its guest down and boot it"),
+        ("reboot warm-cache", "limited", "not possible: "),
+        ("reboot phase", "limited", "not possible: "),
+        ("protect", "good", "the first checkpoint has all of its memory: 96.0 MiB"),
+    ] {
+        let found = finding(check);
+        assert_eq!(found["level"], level, "{found}");
+        assert!(found["found"].as_str().unwrap().contains(text), "{found}");
+    }
+    assert_eq!((guest.single_qemu().process, contents(&guest.only_qemu().directory)), before);
+    lab.rekindle(["doctor", "nobody"]).status(1).prints(&["no VM nobody"]);
+    guest.assert_sound();
 }
