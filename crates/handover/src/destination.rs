@@ -19,7 +19,7 @@ use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{Feed, begin_load_from_file, wait_loaded};
 use rekindle_qemu::vmm::{Vmm, log_tail};
-use rekindle_vm::journal::{JOURNAL_FILE, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Step};
 use rekindle_vm::network;
 use rekindle_vm::qemu_user;
 use rekindle_vm::state::State;
@@ -372,7 +372,7 @@ impl<R> Destination<RunningStage<R>> {
         let failed = handover.file_error(JOURNAL_FILE);
         let Handover { journal, mut recorder, .. } = handover;
         let operation = journal.operation.clone();
-        journal.close().map_err(failed)?;
+        journal.close(End::Done).map_err(failed)?;
         recorder.step(step);
         PipelinePoint::Closed.pass(&operation, self.start);
         let Self { vmm, qmp, stage: RunningStage { ram, resumed_host_us }, .. } = self;

@@ -10,7 +10,7 @@ use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::disks;
 use rekindle_vm::fault;
 use rekindle_vm::helpers::{self, Helper};
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind, Operation, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Kind, Operation, Step};
 use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -196,7 +196,7 @@ impl Handover {
         }
         self.discard_destination()?;
         let failed = self.file_error(JOURNAL_FILE);
-        self.journal.close().map_err(failed)
+        self.journal.close(End::Undone).map_err(failed)
     }
 
     /// Attaches the queues of taps that the hand-over has detached ([`crate::takeover`]), for the source. Can be repeated.

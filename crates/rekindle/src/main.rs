@@ -69,6 +69,7 @@ fn run(output: &Output, command: Command) -> Result<ExitCode> {
         Command::Pause(arguments) => commands::pause::pause(output, &arguments),
         Command::Resume(arguments) => commands::pause::resume(output, &arguments),
         Command::Show(arguments) => commands::show::show(output, &arguments),
+        Command::Events(arguments) => commands::events::events(output, &arguments),
         Command::Console(arguments) => commands::console::console(&arguments),
         Command::Stop(arguments) => commands::stop::stop(output, &arguments),
         Command::Attach(arguments) => commands::attach::attach(output, arguments),

@@ -2,6 +2,7 @@
 
 use crate::disks;
 use crate::error::LifeError;
+use crate::events::{self, EventKind};
 use crate::host::Host;
 use crate::names::saved_path;
 use crate::network;
@@ -38,6 +39,7 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
         // Late, because a server of files may not answer.
         qemu_user::withdraw(host, rundir.name(), &state.hardware);
     }
+    events::record(rundir, EventKind::Removed);
     rundir.remove().map_err(failed)?;
     host.release_ram();
     Ok(())

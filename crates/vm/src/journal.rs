@@ -6,6 +6,7 @@
 
 pub use rekindle_libvirt::daemon::DaemonRecord;
 
+use crate::events::{self, EventKind};
 use crate::rundir::{RunDir, read_record, sync_directory, write_json};
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
@@ -336,10 +337,19 @@ pub enum Absence {
     Starting,
 }
 
+/// How an operation has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// It was carried out.
+    Done,
+    /// The VM is as it was before the operation, or another host has the guest.
+    Undone,
+}
+
 /// The journal of one VM's operation. Only [`Journal::close`] removes it.
 #[derive(Debug)]
 pub struct Journal {
-    path: PathBuf,
+    rundir: RunDir,
     /// The current content.
     pub operation: Operation,
 }
@@ -384,8 +394,10 @@ impl Journal {
             moved_ram: None,
             restored_domain: None,
         };
-        let journal = Self { path: path(rundir), operation };
+        let journal = Self { rundir: rundir.clone(), operation };
         journal.write()?;
+        let started = EventKind::Started { operation: kind.to_string(), process: std::process::id() };
+        events::record(rundir, started);
         Ok(journal)
     }
 
@@ -399,7 +411,7 @@ impl Journal {
             Ok(text) => {
                 let operation = serde_json::from_slice(&text)
                     .map_err(|e| io::Error::other(format!("{} cannot be understood: {e}", path.display())))?;
-                Ok(Some(Self { path, operation }))
+                Ok(Some(Self { rundir: rundir.clone(), operation }))
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
@@ -425,16 +437,24 @@ impl Journal {
     /// # Errors
     /// When the file cannot be written or synced.
     pub fn write(&self) -> io::Result<()> {
-        write_json(&self.path, &self.operation)
+        write_json(&path(&self.rundir), &self.operation)
     }
 
-    /// Removes the journal: the operation is finished or undone.
+    /// Removes the journal: the operation has ended like this.
     ///
     /// # Errors
     /// When the journal cannot be removed.
-    pub fn close(self) -> io::Result<()> {
-        fs::remove_file(&self.path)?;
-        sync_directory(self.path.parent().unwrap_or(&self.path))
+    pub fn close(self, end: End) -> io::Result<()> {
+        fs::remove_file(path(&self.rundir))?;
+        sync_directory(self.rundir.path())?;
+        let operation = self.operation.kind.to_string();
+        let ended = match end {
+            End::Done if self.operation.lost => EventKind::MemoryLost { operation },
+            End::Done => EventKind::Done { operation },
+            End::Undone => EventKind::Undone { operation },
+        };
+        events::record(&self.rundir, ended);
+        Ok(())
     }
 }
 
@@ -457,7 +477,7 @@ mod tests {
         let journal_read = Journal::read(&rundir).unwrap().unwrap();
         assert_eq!(journal_read.operation, journal.operation);
         assert_eq!(journal_read.operation.step, Step::Suspend);
-        journal.close().unwrap();
+        journal.close(End::Done).unwrap();
         assert!(Journal::read(&rundir).unwrap().is_none());
     }
 

@@ -10,6 +10,7 @@
 //! | [`journal`] | the journal of an operation, so that it can be finished or undone after a crash |
 //! | [`state`] | the definition, hardware and QEMU of a VM |
 //! | [`timeline`] | the steps of operations, with their times |
+//! | [`events`] | what was done to a VM and what went wrong, for people and scripts |
 //! | [`samples`] | free resources of host and guests over time |
 //! | [`fault`] | fault points, at which a test can kill Rekindle or a QEMU |
 //! | [`disks`] | the servers of a VM's disks |
@@ -39,6 +40,7 @@ pub mod direct_monitors;
 pub mod disks;
 pub mod doctor;
 pub mod error;
+pub mod events;
 pub mod fault;
 pub mod hardware;
 pub mod helpers;

@@ -32,6 +32,11 @@ fn older_part(log: &Path, n: u32) -> PathBuf {
     PathBuf::from(path)
 }
 
+/// Returns the paths of the older parts of a log, oldest first.
+pub(crate) fn older_parts(log: &Path) -> impl Iterator<Item = PathBuf> + '_ {
+    (1..=OLDER_PARTS).rev().map(|n| older_part(log, n))
+}
+
 fn is_log(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "log")
 }

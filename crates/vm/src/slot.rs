@@ -14,7 +14,7 @@ use crate::disks::{self, DisksError, Epochs, LeftoverLogs};
 use crate::error::LifeError;
 use crate::hardware;
 use crate::host::Host;
-use crate::journal::{Journal, Kind, Operation, Step};
+use crate::journal::{End, Journal, Kind, Operation, Step};
 use crate::lock::OperationLock;
 use crate::names::unique_name;
 use crate::network;
@@ -335,7 +335,7 @@ impl<'a> VmSlot<'a> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let state = State { prepared: Some(prepared), version: Some(version), ..self.state.clone() };
         state.write(&self.rundir).map_err(failed)?;
-        journal.close().map_err(failed)?;
+        journal.close(End::Done).map_err(failed)?;
         Ok(state)
     }
 

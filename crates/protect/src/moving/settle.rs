@@ -25,7 +25,7 @@ use rekindle_vm::definition::Name;
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -99,7 +99,7 @@ pub(super) fn resume_here(
         }
         _ => {}
     }
-    journal.close().map_err(failed_at(rundir.file(JOURNAL_FILE)))?;
+    journal.close(End::Undone).map_err(failed_at(rundir.file(JOURNAL_FILE)))?;
     MoveRecord::remove(rundir).map_err(failed_at(rundir.file("move.json")))
 }
 

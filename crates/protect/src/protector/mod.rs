@@ -17,6 +17,7 @@ pub(crate) use series::CheckpointSeries;
 
 use crate::counters::CounterFile;
 use crate::event::ProtectEvent;
+use crate::event_log::EventLog;
 use crate::policy::Policy;
 use crate::recipe::permission;
 use crate::target::{Target, TargetError};
@@ -108,7 +109,14 @@ pub fn protect(
     let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(host, &target, settings, &format!("protect {name}"), protection)?;
     let counters = CounterFile::new(target.rundir(), &settings.store, settings.every, settings.max_lag);
-    ControlLoop::new(host, settings, stop, on_event, series, counters).run(target)
+    let mut log = EventLog::new(target.rundir(), &settings.store);
+    let mut on_event = |event: &ProtectEvent| {
+        log.note(event);
+        on_event(event);
+    };
+    let ended = ControlLoop::new(host, settings, stop, &mut on_event, series, counters).run(target);
+    log.end(&ended);
+    ended
 }
 
 /// Finds the running VM `name`. Rejects it if its RAM cannot be tracked or, for output commit, its network output cannot be

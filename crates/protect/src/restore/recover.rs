@@ -6,7 +6,7 @@ use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::Recorder;
 
@@ -44,7 +44,7 @@ pub fn recover_restore(host: &Host, held: &LockedVm, journal: Journal) -> Result
 pub fn recover_prepare(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome, RestoreError> {
     if let Err(LifeError::Prepared { .. }) = held.vmm() {
         let path = held.rundir.file(JOURNAL_FILE);
-        journal.close().map_err(|source| RestoreError::Journal { path, source })?;
+        journal.close(End::Done).map_err(|source| RestoreError::Journal { path, source })?;
         return Ok(Outcome::Finished);
     }
     clean_up(host, &held.rundir, &held.state)?;

@@ -45,7 +45,7 @@ use rekindle_qemu::ramblock;
 use rekindle_qemu::vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Kind, SavedState, Step};
+use rekindle_vm::journal::{End, Kind, SavedState, Step};
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::rundir::RunDir;
@@ -275,7 +275,7 @@ impl PreparedSuspend {
     pub(super) fn cancel(self) {
         let Self { replacement, handover, early_digests, .. } = self;
         discard_digests(early_digests);
-        if let Err(e) = handover.journal.close() {
+        if let Err(e) = handover.journal.close(End::Undone) {
             tracing::error!("{}: {e}", replacement.name());
         }
     }

@@ -14,7 +14,7 @@ use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::journal::{End, Journal, Kind, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
@@ -196,7 +196,7 @@ impl PreparedKexec {
         let kept_cache = disks::reuse_caches(&locked_vm.rundir, &locked_vm.state.hardware);
         let stopped_host_us = host_us();
         if let Err(problem) = self.request_kexec(locked_vm) {
-            journal.close().map_err(journal_failed)?;
+            journal.close(End::Undone).map_err(journal_failed)?;
             return Err(Failure::unchanged(problem));
         }
         let timeout = locked_vm.state.definition.shutdown_timeout.as_duration();
@@ -216,7 +216,7 @@ impl PreparedKexec {
         recorder.step(if is_kexec { "start the new kernel" } else { "reset by its firmware" });
         recorder.phase(Phase::Settle);
         fault::point("kexec.settle.booted", Some(&self.vmm), None);
-        journal.close().map_err(journal_failed)?;
+        journal.close(End::Done).map_err(journal_failed)?;
         recorder.step("record");
         recorder.write(&locked_vm.rundir);
         let qemu =

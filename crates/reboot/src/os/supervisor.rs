@@ -12,6 +12,7 @@ use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
 use rekindle_vm::causes::with_causes;
 use rekindle_vm::disks;
+use rekindle_vm::events::{self, EventKind};
 use rekindle_vm::helpers::{self, Helper, RestartRecord};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -190,6 +191,7 @@ impl<'a> HelperSupervisor<'a> {
                 restarts.last_host_us = Some(host_us());
                 restarts.last_took_us = Some(u64::try_from(downtime.as_micros()).unwrap_or(u64::MAX));
                 self.write_record();
+                events::record(self.rundir, EventKind::HelperRestarted { helper: helper.to_string(), process: pid });
                 if let (Some(state), Ok(pidfd)) = (self.helpers.get_mut(helper), process.pidfd()) {
                     state.process = Some(RunningHelper { process, found: now, pidfd });
                     state.missing = None;

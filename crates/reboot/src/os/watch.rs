@@ -20,6 +20,7 @@ use rekindle_store::StoreError;
 use rekindle_vm::causes::with_causes;
 use rekindle_vm::definition::{Definition, OnCrash, OnReboot};
 use rekindle_vm::error::LifeError;
+use rekindle_vm::events::{self, EventKind};
 use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{self, is_at};
@@ -103,6 +104,7 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), Helper
             Ok(Some(event @ (GuestEvent::Rebooted | GuestEvent::Panicked))) => {
                 let what = if event == GuestEvent::Rebooted { "rebooted itself" } else { "panicked" };
                 tracing::info!("the guest has {what}; rebooting it");
+                events::record(rundir, EventKind::GuestRebooted { panicked: event == GuestEvent::Panicked });
                 let is_suspect = event == GuestEvent::Panicked
                     && resumed_from_phase.is_some_and(|resumed| resumed.elapsed() < SUSPECT_PERIOD);
                 let how = match is_suspect {

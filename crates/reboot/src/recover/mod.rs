@@ -28,7 +28,7 @@ use rekindle_vm::causes::with_causes;
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::journal::{End, Journal, Kind, Step};
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
@@ -139,7 +139,7 @@ fn recover_locked(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<R
 /// Finishes a start if its QEMU was recorded; otherwise undoes the start.
 fn recover_run(host: &Host, locked_vm: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
     if locked_vm.vmm().is_ok() {
-        journal.close().map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
+        journal.close(End::Done).map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
         return Ok(Recovered::Started);
     }
     clean_up(host, &locked_vm.rundir, &locked_vm.state)?;
@@ -156,7 +156,7 @@ fn recover_move(
 ) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
         if locked_vm.state.attached.is_some() {
-            journal.close().map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
+            journal.close(End::Undone).map_err(RebootError::file(&locked_vm.rundir.file("operation.json")))?;
             return idle::recover_idle(host, locked_vm, policy);
         }
         return boot_after_loss(continue_interrupted(locked_vm, journal), None);
@@ -176,11 +176,11 @@ fn recover_kexec(
     let failed = RebootError::file(&locked_vm.rundir.file("operation.json"));
     match crate::os::recover_kexec(locked_vm, &journal, policy.force)? {
         KexecRecovery::RunsOtherKernel => {
-            journal.close().map_err(failed)?;
+            journal.close(End::Done).map_err(failed)?;
             Ok(Recovered::Started)
         }
         KexecRecovery::RunsPreviousKernel => {
-            journal.close().map_err(failed)?;
+            journal.close(End::Undone).map_err(failed)?;
             Ok(Recovered::Undone)
         }
         KexecRecovery::MustBoot => {

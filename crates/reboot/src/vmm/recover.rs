@@ -10,7 +10,7 @@ use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, Spawn
 use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::vmm::{self, Vmm};
-use rekindle_vm::journal::{Kind, SavedState, Step};
+use rekindle_vm::journal::{End, Kind, SavedState, Step};
 use rekindle_vm::{network, ram};
 use std::fs;
 use std::time::Duration;
@@ -97,7 +97,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
             ram::remove_waiting(&handover.state.hardware)?;
             handover.discard_destination()?;
             let failed = handover.file_error("operation.json");
-            handover.journal.close().map_err(failed)?;
+            handover.journal.close(End::Undone).map_err(failed)?;
             return Ok(Recovered::Undone);
         }
         // The guest may already be shutting down.

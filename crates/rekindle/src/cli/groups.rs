@@ -19,6 +19,7 @@ const GROUPS: &[Group] = &[
             "validate",
             "status",
             "show",
+            "events",
             "console",
             "pause",
             "resume",

@@ -23,7 +23,7 @@ pub use reboot::{EndOs, OsMethod, Others, PreviousName, Reboot, RebootHost, Rebo
 pub use settings::Settings;
 pub use store::{Store, StoreAt, StoreCredentials, StoreExport, StoreImport, StoreNewKey};
 pub use tools::{Completions, Doctor, Man, Metrics, Monitor, Probe};
-pub use vm::{Attach, NameOnly, Recover, Run, Show, Status, Stop, Validate};
+pub use vm::{Attach, Events, NameOnly, Recover, Run, Show, Status, Stop, Validate};
 
 use crate::output::Usage;
 use clap::error::{ContextKind, ContextValue};
@@ -145,6 +145,18 @@ Examples:
   rekindle show web
   rekindle show web --timeline")]
     Show(Show),
+    /// List what was done to VMs, and what went wrong.
+    ///
+    /// Operations with their outcome, the start and end of protection, stores that cannot be written, guests that rebooted
+    /// themselves, helpers that died. The events of a VM are kept after it was stopped.
+    ///
+    /// With -f it runs until it is interrupted.
+    #[command(after_help = "\
+Examples:
+  rekindle events
+  rekindle events web -n 20
+  rekindle --json events -f")]
+    Events(Events),
     /// Connect to a VM's serial console; leave with Ctrl-].
     #[command(after_help = "\
 Example:

@@ -40,6 +40,18 @@ pub struct Status {
 }
 
 #[derive(Debug, Args)]
+pub struct Events {
+    /// The VMs [default: all].
+    pub names: Vec<Name>,
+    /// Also print what happens from now on, until interrupted.
+    #[arg(long, short = 'f')]
+    pub follow: bool,
+    /// How many of the events until now to print.
+    #[arg(long, short = 'n', default_value_t = 100, value_name = "N")]
+    pub lines: usize,
+}
+
+#[derive(Debug, Args)]
 pub struct Validate {
     /// The file (TOML).
     pub file: PathBuf,

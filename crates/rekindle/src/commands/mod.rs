@@ -16,6 +16,7 @@ pub mod console;
 pub mod disk;
 pub mod doctor;
 pub mod dry_run;
+pub mod events;
 pub mod generate;
 mod guest_findings;
 pub mod helpers;

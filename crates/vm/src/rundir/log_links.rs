@@ -11,6 +11,7 @@
 //! ```
 
 use super::RunDir;
+use crate::events::EVENTS_LOG;
 use crate::logs;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -22,7 +23,7 @@ const LINK_NAME: &str = "logs";
 /// Number of QEMUs whose logs are kept.
 const KEPT_QEMU_LOGS: u32 = 3;
 /// Logs that are always linked. A guest can make their writers write without end.
-const ALWAYS_LINKED: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
+const ALWAYS_LINKED: [&str; 6] = ["console.log", EVENTS_LOG, "pager.log", "phases.log", "protect.log", "watch.log"];
 
 impl RunDir {
     /// Links the logs of a VM to its directory below `root`. The run directory must exist. Logs of an earlier VM of

@@ -25,7 +25,7 @@ use crate::target::Target;
 use rekindle_pages::PageRun;
 use rekindle_vm::causes::with_causes;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Step};
 use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::host_us;
@@ -80,7 +80,7 @@ impl FinalPause<'_> {
             // Another host has the guest by now, and its processes on this host were ended.
             Err(e @ MoveError::Protect(_)) => {
                 let path = rundir.file(JOURNAL_FILE);
-                self.journal.close().map_err(|source| MoveError::File { path, source })?;
+                self.journal.close(End::Undone).map_err(|source| MoveError::File { path, source })?;
                 return Err(e);
             }
             Err(e) => {

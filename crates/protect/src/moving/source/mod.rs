@@ -35,7 +35,7 @@ use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Kind};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
@@ -113,7 +113,7 @@ pub fn start(
     let (run_state, precopied) = match ready {
         Ok(ready) => ready,
         Err(e) => {
-            journal.close().map_err(journal_failed)?;
+            journal.close(End::Undone).map_err(journal_failed)?;
             return Err(e);
         }
     };

@@ -43,7 +43,7 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{JOURNAL_FILE, Journal, Kind, RestoredDomain, Step};
+use rekindle_vm::journal::{End, JOURNAL_FILE, Journal, Kind, RestoredDomain, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::overlays::RestoredOverlays;
@@ -174,7 +174,7 @@ pub fn restore_into_libvirt(
     fault::point("libvirt-restore.settle.handed-over", None, None);
     libvirt.define(&domain.uuid).map_err(&may_run)?;
     fault::point("libvirt-restore.settle.defined", None, None);
-    journal.close().map_err(|e| may_run(journal_failed(e)))?;
+    journal.close(End::Done).map_err(|e| may_run(journal_failed(e)))?;
     let (name, domain) = (name.to_string(), description.name);
     Ok(RestoredIntoLibvirt { name, domain, checkpoint, taken_us, resumed_after_us, pid, filled })
 }
@@ -203,7 +203,7 @@ pub fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome
         libvirt.domain(&domain.uuid)?.resume().map_err(|e| libvirt.failed(e))?;
     }
     libvirt.define(&domain.uuid)?;
-    journal.close().map_err(file_error(rundir, JOURNAL_FILE))?;
+    journal.close(End::Done).map_err(file_error(rundir, JOURNAL_FILE))?;
     Ok(Outcome::Finished)
 }
 

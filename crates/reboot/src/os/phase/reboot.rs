@@ -15,7 +15,7 @@ use rekindle_handover::after_resume::ClockOutcome;
 use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::PreviousRam;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Kind, Step};
+use rekindle_vm::journal::{End, Kind, Step};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
@@ -138,7 +138,8 @@ impl PhaseReboot {
                 }
                 (Some(only_phase), None) => {
                     let problem = unusable(only_phase, &format!("cannot be loaded: {why}"));
-                    let closed = handover.journal.close().map_err(self.replacement.file_error("operation.json"));
+                    let closed =
+                        handover.journal.close(End::Undone).map_err(self.replacement.file_error("operation.json"));
                     closed.map_err(Failure::needs_recovery)?;
                     let name = self.replacement.name().into();
                     return Err(Failure::unchanged(RebootError::Prevented { name, problem }));
