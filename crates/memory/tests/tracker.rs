@@ -346,7 +346,7 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
     assert_writes(&victim);
 }
 
-/// Measures the figures of `docs/attach.md`; not a test.
+/// Measures the figures of `docs/internals/attach.md`; not a test.
 ///
 /// `cargo test --release -p rekindle-memory --test tracker measure -- --ignored --nocapture`
 #[test]

@@ -24,8 +24,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 
 /// Gaps up to this size are protected together with the runs around them. A separate run costs as much as this many
-/// pages (measured: 2 µs per run, 10 to 20 ns per page; `docs/attach.md`), and the pages in the gap are protected
-/// already.
+/// pages (measured: 2 µs per run, 10 to 20 ns per page; `docs/internals/attach.md`), and the pages in the gap are
+/// protected already.
 const MAX_BRIDGED_GAP_BYTES: u64 = 128 * PAGE_SIZE as u64;
 
 /// A callback that copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
