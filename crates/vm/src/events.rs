@@ -6,7 +6,7 @@
 #![allow(missing_docs, reason = "fields whose names need no comment")]
 
 use crate::logs;
-use crate::rundir::RunDir;
+use crate::rundir::{EVENTS_LOG, RunDir};
 use crate::timeline::host_us;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -15,8 +15,6 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Name of the file, and of its link in the run directory.
-pub const EVENTS_LOG: &str = "events.log";
 /// Length in bytes of the longest text of an event: a store's error may have any length.
 const MAX_TEXT_BYTES: usize = 1024;
 /// Bytes of a log that are read at a time.

@@ -13,6 +13,8 @@
 
 mod log_links;
 
+pub use log_links::EVENTS_LOG;
+
 use rekindle_kernel::lockfile;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::Directory;

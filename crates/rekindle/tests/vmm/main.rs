@@ -10,6 +10,7 @@ mod bare;
 mod bridge;
 mod confinement;
 mod descriptors;
+mod events;
 mod generation;
 mod helpers;
 mod hugepages;

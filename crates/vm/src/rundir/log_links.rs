@@ -11,7 +11,6 @@
 //! ```
 
 use super::RunDir;
-use crate::events::EVENTS_LOG;
 use crate::logs;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -22,6 +21,8 @@ use std::path::{Path, PathBuf};
 const LINK_NAME: &str = "logs";
 /// Number of QEMUs whose logs are kept.
 const KEPT_QEMU_LOGS: u32 = 3;
+/// Name of the log of events ([`crate::events`]).
+pub const EVENTS_LOG: &str = "events.log";
 /// Logs that are always linked. A guest can make their writers write without end.
 const ALWAYS_LINKED: [&str; 6] = ["console.log", EVENTS_LOG, "pager.log", "phases.log", "protect.log", "watch.log"];
 
