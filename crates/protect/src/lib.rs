@@ -13,7 +13,6 @@
 //! | [`progress`] | `protect.json`: what a protector has committed |
 //! | [`counters`] | `protect-counters.json`: what a protector has done since it started |
 //! | [`event`] | the events that a protector reports |
-//! | `event_log` | those of them that the events of the VM have |
 //! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |
 //! | [`known_store`] | what this host knows of the store: its ID, whether it is encrypted, what it has reached |
 //! | [`candidate`] | boot snapshots |
@@ -36,7 +35,6 @@ mod epochs;
 mod error;
 pub mod estimate;
 pub mod event;
-mod event_log;
 pub mod fill;
 mod fill_files;
 pub mod fill_progress;

@@ -5,9 +5,11 @@
 //! | this one | parameters, result, entry |
 //! | `control_loop` | when checkpoints are taken, and how the protector continues after a failure |
 //! | `series` | one checkpoint on top of the other: the store's writer and the record of progress |
+//! | `event_log` | what it adds to the events of the VM |
 //! | `ownership` | makes this host the owner of the store |
 
 mod control_loop;
+mod event_log;
 mod ownership;
 mod series;
 
@@ -17,11 +19,11 @@ pub(crate) use series::CheckpointSeries;
 
 use crate::counters::CounterFile;
 use crate::event::ProtectEvent;
-use crate::event_log::EventLog;
 use crate::policy::Policy;
 use crate::recipe::permission;
 use crate::target::{Target, TargetError};
 use control_loop::ControlLoop;
+use event_log::EventLog;
 use rekindle_life::attach::ProtectionLock;
 use rekindle_memory::directory::is_direct;
 use rekindle_store::Credentials;

@@ -1,7 +1,7 @@
 //! What a protector adds to the events of its VM ([`rekindle_vm::events`]): its start and end, and why it takes no checkpoints.
 
+use super::{StopReason, Summary};
 use crate::event::ProtectEvent;
-use crate::protector::{StopReason, Summary};
 use rekindle_store::StoreUrl;
 use rekindle_vm::causes::with_causes;
 use rekindle_vm::events::{EventKind, record, shortened};
